@@ -350,7 +350,7 @@ def report_ray(
     from ray.serve.config import RequestRouterConfig
 
     from penstock.ray import build_app
-    from penstock.ray.deployment import ROUTER
+    from penstock.ray.deployment import ROUTER_CLASS
 
     rounds = prefix_rounds(model, num_requests, num_rounds)
     settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": kv_cache_memory}
@@ -359,12 +359,12 @@ def report_ray(
         port = listener.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     routers = {
-        "prefix-aware": ROUTER,
+        "prefix-aware": ROUTER_CLASS,
         "Ray Serve's default": RequestRouterConfig().request_router_class,
     }
     for name in sorted(routers, reverse=not measure_ray_first):
         router = routers[name]
-        with patch("penstock.ray.online.ROUTER", router):
+        with patch("penstock.ray.online.ROUTER_CLASS", router):
             serve.run(build_app(settings), name="penstock", route_prefix="/")
         print(f"{name}: {asyncio.run(run_streams(f'http://127.0.0.1:{port}', rounds, 4))}", flush=True)
         serve.delete("penstock")

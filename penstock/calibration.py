@@ -43,7 +43,7 @@ class CalibrationNetwork(Protocol):
     """A network that computes hidden states, without the output head."""
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys depend on the sequence length."""
         ...
 
@@ -77,7 +77,7 @@ def pack_calibrated(
         torch.arange(NUM_TOKENS),
         torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
         None if spec is None else _cache_inputs(spec, tokens),
-        text_lengths=torch.full((NUM_TOKENS,), NUM_TOKENS) if network.length_dependent else None,
+        text_lengths=torch.full((NUM_TOKENS,), NUM_TOKENS) if network.is_length_dependent else None,
     )
     network(torch.from_numpy(tokens), step)
 

@@ -174,14 +174,14 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return memory[start : start + num_bytes].view(dtype).view(*shape)
 
 
-def host_zeros(size: int, dtype: torch.dtype, reader: torch.device) -> Tensor:
-    """Return ``[size]`` zeros in host memory, pinned if the device ``reader`` that copies them is a GPU.
+def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``[size]`` zeros in host memory, pinned if ``device``, which copies them, is a GPU.
 
     Copies in CUDA graphs need pinned memory.
     """
     import torch
 
-    return torch.zeros(size, dtype=dtype, pin_memory=reader.type != "cpu")
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def _gpu_count_text(count: int) -> str:

@@ -75,7 +75,7 @@ class InferenceSession:
         self._graphs: GraphCache | None = None
         self._graphs_ops: Ops | None = None
         if num_threads is None:
-            num_threads = _allowed_threads() if ranks is None else default_threads_per_rank(ranks.world)
+            num_threads = _allowed_threads() if ranks is None else default_threads_per_rank(ranks.world_size)
         if num_threads is not None:
             import torch
 
@@ -188,11 +188,11 @@ class InferenceSession:
         return f"of up to {graphs.max_rows} rows{exceptions}"
 
 
-def default_threads_per_rank(world: int) -> int:
-    """Return the number of threads of each rank if ``world`` ranks share the cores equally."""
+def default_threads_per_rank(world_size: int) -> int:
+    """Return the number of threads of each rank if ``world_size`` ranks share the cores equally."""
     import torch
 
-    return max((_allowed_threads() or torch.get_num_threads()) // world, 1)
+    return max((_allowed_threads() or torch.get_num_threads()) // world_size, 1)
 
 
 def _allowed_threads() -> int | None:

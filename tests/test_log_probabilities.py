@@ -116,7 +116,7 @@ def make_scored_context(echo: bool, salt: str, **params: Any) -> TextContext:
     """Return a context with log probabilities. Only contexts with the same ``salt`` share cached blocks."""
     return make_context(
         PROMPT,
-        max_new=6,
+        max_new_tokens=6,
         log_probabilities=3,
         log_probabilities_echo=echo,
         cache_salt=salt,
@@ -170,7 +170,8 @@ def test_log_probabilities_do_not_depend_on_batching_chunks_cache_or_preemption(
         "a context with echo reads no cached blocks"
     )
     batch_mates = [
-        make_context(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
+        make_context(random_tokens(9, VOCABULARY, seed=i), max_new_tokens=4, log_probabilities=i)
+        for i in range(5)
     ]
     assert (
         run_context(pipeline, make_scored_context(echo, "batched"), batch_contexts=batch_mates) == single_rows

@@ -54,7 +54,7 @@ class Network(Protocol):
         ...
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys depend on the sequence length. If so, steps need `StepInputs.text_lengths`."""
         ...
 
@@ -69,7 +69,7 @@ class DecoderModel(NetworkModel[TextContext]):
     """A decoder-only transformer over the paged KV cache."""
 
     network: Network
-    is_divisible: ClassVar[bool] = False
+    supports_tensor_parallelism: ClassVar[bool] = False
     """Whether the network supports tensor parallelism: each layer declares the part that a rank stores."""
 
     @classmethod
@@ -108,7 +108,7 @@ class DecoderModel(NetworkModel[TextContext]):
             requested_block_size(self.pipeline_config),
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching
-            and (spec.shares_prefixes or not self.network.length_dependent),
+            and (spec.shares_prefixes or not self.network.is_length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
             host_memory=config.offload_memory or 0,
             fixed_scales=fixed_scales(self.pipeline_config, unsharded_spec, session.shard),
@@ -192,7 +192,7 @@ class DecoderModel(NetworkModel[TextContext]):
             lora=lora.take(last_rows) if lora else None,
             input_embeds=None,
             drafts=None,
-            text_lengths=positions + 1 if self.network.length_dependent else None,
+            text_lengths=positions + 1 if self.network.is_length_dependent else None,
             spans=None,
         )
 
@@ -353,12 +353,12 @@ class DecoderModel(NetworkModel[TextContext]):
         least the shortest length of the context's `KVCacheSpec.regime`, so that recomputed keys are equal.
         """
         spec = self.kv_cache_spec
-        if not self.network.length_dependent or spec is None:
+        if not self.network.is_length_dependent or spec is None:
             return None
-        lengths = [
-            max(len(context.prompt_tokens), spec.shortest(context.current_length)) for context in contexts
-        ]
-        return self._to_device(np.maximum(np.array(lengths).repeat(row_counts), positions + 1), np.int64)
+        prompt_lengths = [len(context.prompt_tokens) for context in contexts]
+        regime_lengths = [spec.min_regime_length(context.current_length) for context in contexts]
+        lengths = np.maximum(prompt_lengths, regime_lengths)
+        return self._to_device(np.maximum(lengths.repeat(row_counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
         """Raise an `UnsupportedFeatureError` if a context has images that the model cannot read."""

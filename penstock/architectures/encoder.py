@@ -44,7 +44,7 @@ class EncoderNetwork(Protocol):
         ...
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether rotary angles depend on the sequence length; if so, steps need `text_lengths`."""
         ...
 
@@ -221,7 +221,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:
         """Return the tensors that all layers and heads of a step share."""
         lengths = None
-        if self.network.length_dependent:
+        if self.network.is_length_dependent:
             counts = model_inputs.row_offsets.diff().long()
             lengths = counts.repeat_interleave(counts)
         return StepInputs(

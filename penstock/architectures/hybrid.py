@@ -42,7 +42,7 @@ class HybridModel(TransformerModel):
     A layer with linear attention has a state of constant size for each sequence, see `KVCacheSpec.states`.
     """
 
-    is_divisible = False
+    supports_tensor_parallelism = False
     is_by_key_head: ClassVar[bool] = False
     """Whether the checkpoints store the projections of linear attention by key head, as Qwen3-Next does."""
 

@@ -357,8 +357,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         ranks = self.session.ranks
         if ranks is None:
             return free
-        rank_memory = free // ranks.world if self.devices[0].is_host else free  # CPU ranks share host memory
-        return ranks.minimum([rank_memory])[0]
+        num_sharing = ranks.world_size if self.devices[0].is_host else 1  # CPU ranks share host memory
+        return ranks.minimum([free // num_sharing])[0]
 
     def _rank_weights_size(self) -> int:
         """Return the size in bytes of the weights of the rank that stores the most."""

@@ -83,7 +83,7 @@ class PostNormModel(EncoderModel):
                 "position_embedding_type", f"{position_type!r} is not supported, only {supported}"
             )
         return PostNormSizes(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             positions=config.integer("max_position_embeddings", 512),
             token_types=config.integer("type_vocab_size", 2, minimum=0),
             layers=config.integer("num_hidden_layers", maximum=MAX_LAYERS),

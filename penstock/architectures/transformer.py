@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class TransformerModel(DecoderModel):
     """A decoder-only transformer that a `Blueprint` describes."""
 
-    is_divisible = True
+    supports_tensor_parallelism = True
     head_bias: ClassVar[bool] = False
     """Whether the output head has a bias."""
 

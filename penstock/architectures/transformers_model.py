@@ -42,7 +42,7 @@ class ModuleNetwork:
 
     module: nn.Module
     spec: KVCacheSpec
-    length_dependent: bool = False
+    is_length_dependent: bool = False
 
     def logits(self, tokens: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
         """Return the logits ``[R, V]`` of the rows ``rows [R]`` of ``tokens [T]``.

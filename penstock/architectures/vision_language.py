@@ -54,9 +54,9 @@ class VisionLanguageNetwork:
         return self.text.head
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys of the decoder depend on the length of the sequence."""
-        return self.text.length_dependent
+        return self.text.is_length_dependent
 
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None

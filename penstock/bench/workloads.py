@@ -241,8 +241,8 @@ class Bench:
 
     def _python_seconds(self, step_times: list[float]) -> list[float]:
         graphs = self._llm.pipeline.session.graphs
-        if graphs is not None and graphs.last is not None:
-            kernels = kernel_seconds(graphs.last)
+        if graphs is not None and graphs.last_graph is not None:
+            kernels = kernel_seconds(graphs.last_graph)
             return [max(value - kernels, 1e-9) for value in step_times]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens

@@ -114,7 +114,7 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
         isa=cpu.isa(),
         torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
         backends=[
-            BackendInfo(backend.name, sorted(backend.sizes), bool(backend.variants()))
+            BackendInfo(backend.name, sorted(backend.default_sizes), bool(backend.variants()))
             for backend in BACKENDS.backends
         ],
         devices=devices,

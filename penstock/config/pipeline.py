@@ -49,7 +49,7 @@ class KVCacheConfig:
         None,
         Rule("a power of two from 16 to 128", lambda value: value in (16, 32, 64, 128)),
         "Tokens per block of the KV cache; by default the preferred size of the kernels, 32 on a CPU.",
-        flat="kv_cache_block_size",
+        flat_name="kv_cache_block_size",
     )
     enable_prefix_caching: bool = setting(True, FLAG, "Reuse the KV blocks of common prompt prefixes.")
     device_memory_utilization: float = setting(
@@ -63,19 +63,19 @@ class KVCacheConfig:
         one_of("float32", "bfloat16", "float16", "int8", "fp8"),
         "Element type of the KV cache; by default that of the activations. fp8 is E4M3 with the scales of "
         "the checkpoint, or else with one scale for each token and KV head.",
-        flat="kv_cache_dtype",
+        flat_name="kv_cache_dtype",
     )
     memory: int | None = setting(
         None,
         NUM_BYTES,
         "Size of the KV cache in bytes; by default planned from the free memory.",
-        flat="kv_cache_memory",
+        flat_name="kv_cache_memory",
     )
     offload_memory: int | None = setting(
         None,
         NUM_BYTES,
         "Host memory for KV blocks that are evicted from a GPU, in bytes; by default they are dropped.",
-        flat="kv_offload_memory",
+        flat_name="kv_offload_memory",
     )
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ def setting(
     rule: Rule,
     help: str,
     *,
-    flat: str | None = None,
+    flat_name: str | None = None,
     parse: Callable[[str], object] | None = None,
     secret: bool = False,
     aliases: tuple[str, ...] = (),
@@ -101,12 +101,12 @@ def setting(
         default: the default value.
         rule: the allowed values. None is also allowed if the type includes it.
         help: a short text for flags and documentation.
-        flat: the flat name; by default the name of the attribute.
+        flat_name: the flat name; by default the name of the attribute.
         parse: converts text to the value, for types without a standard conversion from text.
         secret: whether the value is hidden in messages and in lists of settings.
         aliases: other flat names.
     """
-    metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}
+    metadata = {"rule": rule, "help": help, "flat_name": flat_name, "parse": parse, "secret": secret}
     metadata["aliases"] = aliases
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -116,7 +116,7 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
     types = get_type_hints(cls)
     return tuple(
         ConfigField(
-            name=field.metadata["flat"] or field.name,
+            name=field.metadata["flat_name"] or field.name,
             section=section,
             attribute=field.name,
             type=types[field.name],

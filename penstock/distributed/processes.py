@@ -54,7 +54,7 @@ _DIAGNOSIS_TIMEOUT = 2.0
 class RankSettings:
     """The settings of a group of ranks."""
 
-    world: int
+    world_size: int
     devices: tuple[torch.device, ...]
     """The device of each rank."""
     timeout: float
@@ -94,7 +94,7 @@ class RankProcesses:
     def __init__(self, settings: RankSettings, target: Callable[[Ranks], None]) -> None:
         self._settings = settings
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
-        self._store = _open_store(self._folder, settings.world)
+        self._store = _open_store(self._folder, settings.world_size)
         self._is_closing = False
         self._ranks: Ranks | None = None
         self._connections: list[Connection] = []
@@ -103,7 +103,7 @@ class RankProcesses:
         self.sentinel, self._write_end = os.pipe()
         """A file descriptor that becomes readable when one of the processes has ended before `close`."""
         self._region_fd = _create_region(settings)
-        for rank in range(1, settings.world):
+        for rank in range(1, settings.world_size):
             self._start(rank, target)
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, process), daemon=True)
@@ -123,12 +123,12 @@ class RankProcesses:
         self._store.set("started/0", "1")
         self._ranks = Ranks(
             0,
-            settings.world,
+            settings.world_size,
             self._store,
             timeout=settings.timeout,
             device=settings.devices[0],
             connections=self._connections,
-            region=None if self._region_fd is None else SharedRegion(self._region_fd, settings.world),
+            region=None if self._region_fd is None else SharedRegion(self._region_fd, settings.world_size),
             by_expert=settings.by_expert,
         )
         self._ranks.diagnose = self._diagnose
@@ -145,7 +145,7 @@ class RankProcesses:
             RankFailedError: a rank has not reported the event within `START_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + START_TIMEOUT
-        store_keys = [f"{event}/{rank}" for rank in range(1, self._settings.world)]
+        store_keys = [f"{event}/{rank}" for rank in range(1, self._settings.world_size)]
         while not self._store.check(store_keys):
             if self._exit_statuses:
                 raise self._diagnose(RuntimeError("a rank has ended"))
@@ -241,12 +241,12 @@ class RankProcesses:
         if self._exit_statuses:
             rank, status = next(iter(self._exit_statuses.items()))
             return RankFailedError(
-                f"rank {rank} of {self._settings.world} has ended ({_describe_exit(status)}): the model must "
-                "be loaded again"
+                f"rank {rank} of {self._settings.world_size} has ended ({_describe_exit(status)}): the model "
+                "must be loaded again"
             )
         return RankFailedError(
-            f"the {self._settings.world} ranks of the model lost their connection ({error}): the model must "
-            "be loaded again"
+            f"the {self._settings.world_size} ranks of the model lost their connection ({error}): the model "
+            "must be loaded again"
         )
 
 
@@ -258,7 +258,7 @@ def main() -> None:
     launch: RankLaunch = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_exit_with_rank_0, args=(launch.store_folder,), daemon=True).start()
     settings, rank = launch.settings, launch.rank
-    store = _open_store(launch.store_folder, settings.world)
+    store = _open_store(launch.store_folder, settings.world_size)
     ranks: Ranks | None = None
     try:
         if settings.cores:
@@ -267,12 +267,12 @@ def main() -> None:
         store.wait(["started/0"], timedelta(seconds=START_TIMEOUT))
         ranks = Ranks(
             rank,
-            settings.world,
+            settings.world_size,
             store,
             timeout=settings.timeout,
             device=settings.devices[rank],
             connections=[Connection(launch.connection_fd)],
-            region=None if launch.region_fd is None else SharedRegion(launch.region_fd, settings.world),
+            region=None if launch.region_fd is None else SharedRegion(launch.region_fd, settings.world_size),
             by_expert=settings.by_expert,
         )
         launch.target(ranks)
@@ -311,15 +311,17 @@ def _exit_with_rank_0(store_folder: str) -> None:
     os._exit(1)
 
 
-def _open_store(folder: str, world: int) -> Store:
-    return FileStore(f"{folder}/store", world)
+def _open_store(folder: str, world_size: int) -> Store:
+    return FileStore(f"{folder}/store", world_size)
 
 
 def _create_region(settings: RankSettings) -> int | None:
     """Return the file descriptor of new shared memory; None if the ranks use torch.distributed only."""
     on_host = all(device.type == "cpu" for device in settings.devices)
     return (
-        SharedRegion.create(settings.world, settings.timeout) if on_host and settings.shares_memory else None
+        SharedRegion.create(settings.world_size, settings.timeout)
+        if on_host and settings.shares_memory
+        else None
     )
 
 

@@ -32,7 +32,7 @@ class Ranks:
 
     Args:
         rank: the number of this rank.
-        world: the number of ranks.
+        world_size: the number of ranks.
         store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
         device: the device of the tensors. Collectives use gloo for ``cpu`` and NCCL for ``cuda``.
@@ -45,7 +45,7 @@ class Ranks:
     def __init__(
         self,
         rank: int,
-        world: int,
+        world_size: int,
         store: Store,
         *,
         timeout: float,
@@ -54,7 +54,7 @@ class Ranks:
         region: SharedRegion | None = None,
         by_expert: bool = False,
     ) -> None:
-        self.rank, self.world, self.device = rank, world, device
+        self.rank, self.world_size, self.device = rank, world_size, device
         self._store = store
         self._connections = tuple(connections)
         self._region = region
@@ -69,12 +69,12 @@ class Ranks:
 
         On rank 0, `RankProcesses` replaces this function by one that names the rank that has ended.
         """
-        self._group = _make_process_group(store, rank, world, timeout, device)
+        self._group = _make_process_group(store, rank, world_size, timeout, device)
 
     @property
     def shard(self) -> Shard:
         """The shard of this rank."""
-        return Shard(self.rank, self.world, self.by_expert, self)
+        return Shard(self.rank, self.world_size, self.by_expert, self)
 
     @property
     def region(self) -> int:
@@ -159,8 +159,8 @@ class Ranks:
             self.check()
             self.caused_failure = True
             self._failure = RankFailedError(
-                f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
-                "model must be loaded again"
+                f"a step failed on rank {self.rank} of {self.world_size} ({type(error).__name__}: {error}): "
+                "the model must be loaded again"
             )
             self.abort()
             raise self._failure from error
@@ -211,7 +211,7 @@ class Ranks:
     def _gather(self, x: Tensor) -> list[Tensor]:
         """Return the tensor ``x`` of each rank. All ranks must pass tensors of the same shape and type."""
         integers = x.view(_INTEGER_TYPES[x.element_size()])
-        outputs = [torch.empty_like(integers) for _ in range(self.world)]
+        outputs = [torch.empty_like(integers) for _ in range(self.world_size)]
         self._wait(lambda: self._group.allgather([outputs], [integers]))
         return [output.view(x.dtype) for output in outputs]
 
@@ -234,16 +234,16 @@ def _unknown_failure(error: Exception) -> PenstockError:
 
 
 def _make_process_group(
-    store: Store, rank: int, world: int, timeout: float, device: torch.device
+    store: Store, rank: int, world_size: int, timeout: float, device: torch.device
 ) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
     timeout_delta, dist_module = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":
-        nccl: dist.ProcessGroup = dist_module.ProcessGroupNCCL(store, rank, world, timeout_delta)
+        nccl: dist.ProcessGroup = dist_module.ProcessGroupNCCL(store, rank, world_size, timeout_delta)
         return nccl
     options = dist_module.ProcessGroupGloo._Options()
     options._devices = [dist_module.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout_delta
     options._threads = 1
-    gloo: dist.ProcessGroup = dist_module.ProcessGroupGloo(store, rank, world, options)
+    gloo: dist.ProcessGroup = dist_module.ProcessGroupGloo(store, rank, world_size, options)
     return gloo

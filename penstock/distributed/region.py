@@ -29,33 +29,33 @@ class SharedRegion:
 
     Args:
         descriptor: the file descriptor of the memory, from `create`.
-        world: the number of ranks.
+        world_size: the number of ranks.
     """
 
-    def __init__(self, descriptor: int, world: int) -> None:
-        self._memory = mmap.mmap(descriptor, self.num_bytes(world))
+    def __init__(self, descriptor: int, world_size: int) -> None:
+        self._memory = mmap.mmap(descriptor, self.num_bytes(world_size))
         self._array = np.frombuffer(self._memory, np.uint8)
         self._bytes = torch.from_numpy(self._array)
-        self._world = world
+        self._world_size = world_size
 
     @staticmethod
-    def num_bytes(world: int) -> int:
+    def num_bytes(world_size: int) -> int:
         """Return the size of the region in bytes."""
-        return _CACHE_LINE * (1 + world) + 2 * world * BUFFER_SIZE
+        return _CACHE_LINE * (1 + world_size) + 2 * world_size * BUFFER_SIZE
 
     @classmethod
-    def create(cls, world: int, timeout: float) -> int | None:
+    def create(cls, world_size: int, timeout: float) -> int | None:
         """Return the file descriptor of a new region; None if the system has no ``memfd_create``.
 
         Args:
-            world: the number of ranks.
+            world_size: the number of ranks.
             timeout: seconds that a collective waits for the other ranks.
         """
         if not hasattr(os, "memfd_create"):
             return None
         descriptor = os.memfd_create("penstock-ranks")
-        os.ftruncate(descriptor, cls.num_bytes(world))
-        header = struct.pack("4q", 0, int(timeout * 1e9), BUFFER_SIZE, world)
+        os.ftruncate(descriptor, cls.num_bytes(world_size))
+        header = struct.pack("4q", 0, int(timeout * 1e9), BUFFER_SIZE, world_size)
         os.pwrite(descriptor, header, 0)
         return descriptor
 
@@ -67,8 +67,8 @@ class SharedRegion:
     @property
     def buffers(self) -> list[Tensor]:
         """One uint8 tensor ``[2 * BUFFER_SIZE]`` per rank, which contains the two buffers of the rank."""
-        start = _CACHE_LINE * (1 + self._world)
-        return list(self._bytes[start:].view(self._world, 2 * BUFFER_SIZE))
+        start = _CACHE_LINE * (1 + self._world_size)
+        return list(self._bytes[start:].view(self._world_size, 2 * BUFFER_SIZE))
 
     @property
     def is_aborted(self) -> bool:

@@ -62,21 +62,21 @@ class Shard:
     Part(start=32, stop=88)
 
     Args:
-        rank: 0 to world - 1.
-        world: number of ranks. With 1, the rank holds whole layers.
+        rank: 0 to world_size - 1.
+        world_size: number of ranks. With 1, the rank holds whole layers.
         by_expert: whether a rank holds whole experts instead of a part of each expert.
         collectives: the operations that add and gather the tensors of all ranks; None for one rank.
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     by_expert: bool = False
     collectives: Collectives | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether there is only one rank. It holds whole layers."""
-        return self.world == 1
+        return self.world_size == 1
 
     def part(self, size: int, name: str, unit: int = 1) -> Part:
         """Return this rank's part of a dimension.
@@ -109,16 +109,17 @@ class Shard:
     def attention_parts(self, num_heads: int, num_kv_heads: int) -> tuple[AttentionPart, ...]:
         """Return the heads of all ranks; see `attention`."""
         queries_per_kv_head = num_heads // num_kv_heads
-        if num_kv_heads >= self.world:
+        if num_kv_heads >= self.world_size:
             kv_parts = self._parts(num_kv_heads, "kv heads", 1)
             return tuple(AttentionPart(part.times(queries_per_kv_head), part) for part in kv_parts)
-        if self.world % num_kv_heads or queries_per_kv_head < self.world // num_kv_heads:
+        if self.world_size % num_kv_heads or queries_per_kv_head < self.world_size // num_kv_heads:
             raise ConfigError(
                 "tensor_parallel_size",
-                f"{self.world} ranks cannot divide {num_heads} attention heads with {num_kv_heads} kv heads: "
-                f"use a number up to {num_kv_heads}, or a multiple of {num_kv_heads} up to {num_heads}",
+                f"{self.world_size} ranks cannot divide {num_heads} attention heads with {num_kv_heads} kv "
+                f"heads: use a number up to {num_kv_heads}, or a multiple of {num_kv_heads} up to "
+                f"{num_heads}",
             )
-        ranks_per_kv_head = self.world // num_kv_heads
+        ranks_per_kv_head = self.world_size // num_kv_heads
         query_parts = Shard(0, ranks_per_kv_head).parts(queries_per_kv_head, "attention heads")
         return tuple(
             AttentionPart(
@@ -127,7 +128,7 @@ class Shard:
                 ),
                 Part(rank // ranks_per_kv_head, rank // ranks_per_kv_head + 1),
             )
-            for rank in range(self.world)
+            for rank in range(self.world_size)
         )
 
     def kv_heads(self, num_kv_heads: int) -> Part:
@@ -135,9 +136,9 @@ class Shard:
 
         With fewer kv heads than ranks, several ranks hold the same kv head.
         """
-        if num_kv_heads >= self.world:
+        if num_kv_heads >= self.world_size:
             return self.part(num_kv_heads, "kv heads")
-        head = self.rank * num_kv_heads // self.world
+        head = self.rank * num_kv_heads // self.world_size
         return Part(head, head + 1)
 
     def num_kv_heads(self, num_kv_heads: int) -> int:
@@ -146,7 +147,7 @@ class Shard:
 
     def max_kv_heads(self, num_kv_heads: int) -> int:
         """Return the largest number of kv heads of any rank."""
-        return max(-(-num_kv_heads // self.world), 1)
+        return max(-(-num_kv_heads // self.world_size), 1)
 
     def vocabulary(self, size: int) -> Part:
         """Return the tokens whose rows of the embedding table and of the output head this rank holds."""
@@ -154,18 +155,21 @@ class Shard:
 
     def vocabulary_parts(self, size: int) -> tuple[Part, ...]:
         """Return the tokens of each rank; see `vocabulary`."""
-        unit = VOCABULARY_UNIT if size >= VOCABULARY_UNIT * self.world else 1
+        unit = VOCABULARY_UNIT if size >= VOCABULARY_UNIT * self.world_size else 1
         return self._parts(size, "tokens of the vocabulary", unit)
 
     def _parts(self, size: int, name: str, unit: int) -> tuple[Part, ...]:
         num_units = -(-size // unit)
-        if num_units < self.world:
+        if num_units < self.world_size:
             unit_text = "" if unit == 1 else f", which is {num_units} groups of {unit}"
             raise ConfigError(
                 "tensor_parallel_size",
-                f"{self.world} ranks cannot divide {size} {name}{unit_text}: use at most {num_units} ranks",
+                f"{self.world_size} ranks cannot divide {size} {name}{unit_text}: use at most {num_units} "
+                "ranks",
             )
-        boundaries = [min(num_units * rank // self.world * unit, size) for rank in range(self.world + 1)]
+        boundaries = [
+            min(num_units * rank // self.world_size * unit, size) for rank in range(self.world_size + 1)
+        ]
         return tuple(Part(start, stop) for start, stop in pairwise(boundaries))
 
 

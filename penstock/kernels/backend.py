@@ -64,7 +64,7 @@ class Backend:
 
     name: str
     """Value of the ``kernels`` setting that selects this back end."""
-    sizes: Mapping[str, DefaultSizes]
+    default_sizes: Mapping[str, DefaultSizes]
     """Default sizes by device type (``cpu``, ``gpu``). The back end supports the device types listed here."""
     load: Callable[[], Ops | None]
     """Return the operations; None if this machine lacks the library, device or instruction set they need."""
@@ -135,7 +135,7 @@ class BackendRegistry:
         Raises:
             ConfigError: no back end supports the device type, or none that supports it has the given name.
         """
-        usable = [backend for backend in self.backends if device_type in backend.sizes]
+        usable = [backend for backend in self.backends if device_type in backend.default_sizes]
         named = [backend for backend in usable if name in (None, backend.name)]
         if not named:
             names = ", ".join(backend.name for backend in usable)
@@ -148,7 +148,7 @@ class BackendRegistry:
         Raises:
             ConfigError: see `candidates`.
         """
-        return self.candidates(device_type, name)[0].sizes[device_type]
+        return self.candidates(device_type, name)[0].default_sizes[device_type]
 
     def open(self, device_type: str, name: str | None = None) -> tuple[Backend, Ops]:
         """Load the first of `candidates` that can run on this machine. Return its record and its operations.

@@ -27,7 +27,7 @@ class Collectives(Protocol):
         ...
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks."""
         ...
 

@@ -143,7 +143,7 @@ class GraphCache:
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently used first
         # Keys that occurred, oldest first, each with the reason why its step cannot be captured, or None.
         self._seen: OrderedDict[Hashable, str | None] = OrderedDict()
-        self._last: Graph | None = None
+        self._last_graph: Graph | None = None
         self._eager_reason: str | None = None  # why the last step without a graph ran eagerly
 
     @property
@@ -159,14 +159,14 @@ class GraphCache:
     @property
     def status(self) -> str | None:
         """How the last step ran: ``compiled: ...`` or ``eager: ...``; None before the first step."""
-        if self._last is not None:
-            return f"compiled: {self._last.description}"
+        if self._last_graph is not None:
+            return f"compiled: {self._last_graph.description}"
         return None if self._eager_reason is None else f"eager: {self._eager_reason}"
 
     @property
-    def last(self) -> Graph | None:
+    def last_graph(self) -> Graph | None:
         """The graph that ran the last step; None if the last step ran eagerly, or before the first step."""
-        return self._last
+        return self._last_graph
 
     @property
     def num_graphs(self) -> int:
@@ -193,9 +193,9 @@ class GraphCache:
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
-            self._last = graph
+            self._last_graph = graph
             return graph.replay(list(inputs.values()))
-        self._last = None
+        self._last_graph = None
         if key not in self._seen:  # capturing a step that does not recur costs more than it saves
             self._seen[key] = None
             if len(self._seen) > _MAX_SEEN_KEYS:
@@ -233,12 +233,12 @@ class GraphCache:
         if graph is None:
             return None
         self._graphs.move_to_end(key)
-        self._last = graph
+        self._last_graph = graph
         return graph.replay_steps(list(inputs.values()), step_values, sampling, uniforms, stop_tokens, ranks)
 
     def skip(self, reason: str) -> None:
         """Record, for `status`, that the caller runs a step eagerly without calling `run`, and why."""
-        self._last, self._eager_reason = None, reason
+        self._last_graph, self._eager_reason = None, reason
 
     def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
         """Capture a step, and return its results; None if it cannot be captured."""
@@ -256,7 +256,7 @@ class GraphCache:
                 f"a graph of {graph_bytes:,} bytes exceeds the limit of {max_bytes:,} bytes"
             )
             return results
-        self._graphs[key] = self._last = graph
+        self._graphs[key] = self._last_graph = graph
         max_graphs = self.compiler.max_graphs if self._max_graphs is None else self._max_graphs
         while len(self._graphs) > max_graphs or (max_bytes is not None and self.num_bytes > max_bytes):
             self._graphs.popitem(last=False)

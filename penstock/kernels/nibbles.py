@@ -24,7 +24,7 @@ _PAIR_INPUTS = 64
 
 def fits_nibbles(encoding: LinearEncoding) -> bool:
     """Return whether the weights of an encoding can be stored in nibbles."""
-    has_codes = encoding.numbers == "integer" or encoding.block_kind is not None
+    has_codes = encoding.number_format == "integer" or encoding.block_kind is not None
     return has_codes and encoding.bits <= 4
 
 

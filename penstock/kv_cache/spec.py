@@ -150,7 +150,7 @@ class KVCacheSpec:
         """Return the regime of a sequence of ``length`` tokens: the number of limits that it exceeds."""
         return bisect_left(self.key_limits, length)
 
-    def shortest(self, length: int) -> int:
+    def min_regime_length(self, length: int) -> int:
         """Return the smallest length in the regime of a sequence with ``length`` tokens; 0 for regime 0."""
         regime = self.regime(length)
         return self.key_limits[regime - 1] + 1 if regime else 0

@@ -66,7 +66,7 @@ def estimate_weights_size(
             num_bytes = kernels.num_bytes(encoding_named(encoding), out_features, in_features)
             size += prod(experts) * num_bytes * share(name)
             if model.keeps_stored_layers and isinstance(header, QuantizedHeader):
-                size += len(header.order)
+                size += len(header.input_order)
         elif role != "head":
             size += _unpacked_size(header, float_dtype) * (share(name) if role == "table" else 1)
     default_encoding = _encoding(pipeline_config)

@@ -26,14 +26,14 @@ def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[st
         role = names.role(tensor)
         if role in ("table", "head"):
             is_divided = role == "head" or names.is_embedding(tensor)
-            return 1 / shard.world if is_divided else 1.0
+            return 1 / shard.world_size if is_divided else 1.0
         if role == "router" or not tensor.removeprefix(names.prefix).startswith(block_prefix):
             return 1.0
         if f".{names.attention}." not in tensor:
-            return 1 / shard.world
+            return 1 / shard.world_size
         parts = tensor.split(".")
-        if parts[-2] in names.qkv[1:] or shard.world <= kv_heads:
+        if parts[-2] in names.qkv[1:] or shard.world_size <= kv_heads:
             return kv_share
-        return 1 / shard.world
+        return 1 / shard.world_size
 
     return share

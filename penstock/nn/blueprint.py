@@ -45,7 +45,7 @@ HeadNorms: TypeAlias = Literal["each", "together"]
 class Blueprint:
     """Sizes and options of a decoder-only transformer."""
 
-    vocabulary: int  # V
+    vocab_size: int  # V
     hidden: int  # E, the hidden size
     inner: int  # F, the intermediate size of feed-forward layers
     layers: int  # L
@@ -157,7 +157,7 @@ class Blueprint:
         max_length = values["max_length"]
         effective_windows = (None if window and window >= max_length else window for window in windows)
         return cls(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             hidden=hidden,
             inner=config.integer("intermediate_size"),
             layers=layers,

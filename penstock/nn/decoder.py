@@ -197,21 +197,21 @@ class DecoderTrunk:
         """
         parts = parts or llama_parts(load, blueprint)
         block = block or (lambda layer: DecoderBlock.load(load, blueprint, layer, parts))
-        vocabulary, hidden, names = blueprint.vocabulary, blueprint.hidden, blueprint.names
+        vocab_size, hidden, names = blueprint.vocab_size, blueprint.hidden, blueprint.names
         tied_head = names.head if blueprint.tied_head else None
-        table = load.table(names.embedding_path, vocabulary, hidden, tied_head=tied_head)
+        table = load.table(names.embedding_path, vocab_size, hidden, tied_head=tied_head)
         scale = float(torch.tensor(blueprint.embedding_scale, dtype=load.dtype))
         return DecoderTrunk(
-            load_embedding(load, table, vocabulary, scale),
+            load_embedding(load, table, vocab_size, scale),
             tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
             tuple(block(layer) for layer in range(blueprint.layers)),
             parts.norm(names.norm_path, hidden),
         )
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys depend on the length of the sequence, as in dynamic NTK and LongRoPE."""
-        return any(rotary.length_dependent for rotary in self.rotaries)
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:
         """Return the trunk with bidirectional attention, for steps without a KV cache."""
@@ -255,7 +255,7 @@ class DecoderNetwork(DecoderTrunk):
         """Read a network with its head; see `DecoderTrunk.load`."""
         trunk = DecoderTrunk.load(load, blueprint, max_length, parts, block)
         tied_to = trunk.embedding.table if blueprint.tied_head else None
-        name, sizes = blueprint.names.head, (blueprint.vocabulary, blueprint.hidden)
+        name, sizes = blueprint.names.head, (blueprint.vocab_size, blueprint.hidden)
         head = Head(
             load.head(name, *sizes, tied_to=tied_to, bias=head_bias),
             blueprint.logit_scale,
@@ -264,13 +264,13 @@ class DecoderNetwork(DecoderTrunk):
         return cls(trunk.embedding, trunk.rotaries, trunk.blocks, trunk.norm, head)
 
 
-def load_embedding(load: Loader, table: Tensor, vocabulary: int, scale: float = 1.0) -> Embedding:
+def load_embedding(load: Loader, table: Tensor, vocab_size: int, scale: float = 1.0) -> Embedding:
     """Return the embedding of a table that `Loader.table` has read.
 
     Args:
         load: the loader that has read the table.
         table: this rank's rows.
-        vocabulary: V, the number of rows of the whole table.
+        vocab_size: V, the number of rows of the whole table.
         scale: see `Embedding`.
     """
-    return Embedding(table, scale, load.shard.collectives, load.shard.vocabulary(vocabulary).start)
+    return Embedding(table, scale, load.shard.collectives, load.shard.vocabulary(vocab_size).start)

@@ -90,7 +90,7 @@ def shard_inner_dim(
     """
     stored_encoding = source.stored_encoding(f"{name}.weight")
     group_size = (encoding if stored_encoding is None else encoding_named(stored_encoding)).split_unit or 1
-    if stored_encoding is None and size < group_size * shard.world:
+    if stored_encoding is None and size < group_size * shard.world_size:
         group_size = 1  # float weights can be divided anywhere, because they are packed after the division
     return shard.part(size, f"inputs of {name}", group_size)
 

@@ -210,7 +210,7 @@ class Loader:
         part = LayerPart(out_features, in_features, tuple(outputs))
         return self._read({name: part}, bias, encoding=encoding)
 
-    def table(self, name: str, vocabulary: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
+    def table(self, name: str, vocab_size: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
         """Return this rank's rows of the embedding table ``[V, E]`` called ``name``.
 
         With tied weights, a checkpoint may have only the tensor of ``tied_head``.
@@ -218,28 +218,28 @@ class Loader:
         weight = f"{name}.weight"
         if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
             weight = f"{tied_head}.weight"
-        part = self.shard.vocabulary(vocabulary)
-        rows = self.source.tensor(weight, (vocabulary, hidden))[part.start : part.stop]
+        part = self.shard.vocabulary(vocab_size)
+        rows = self.source.tensor(weight, (vocab_size, hidden))[part.start : part.stop]
         return rows.to(self.device, self.dtype)
 
     def head(
-        self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False
+        self, name: str, vocab_size: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False
     ) -> Linear:
         """Return the output head.
 
         Args:
             name: name of the layer in the checkpoint.
-            vocabulary: V.
+            vocab_size: V.
             hidden: E.
             tied_to: this rank's rows of the embedding table, if the configuration ties the head to it. A
                 stored head takes precedence, because it may differ from the table. The packed head is a copy.
             bias: whether the head has a bias.
         """
-        encoding = self._model_encoding.for_layer("head", vocabulary, hidden)
+        encoding = self._model_encoding.for_layer("head", vocab_size, hidden)
         if self._is_uniform:
             encoding = self._model_encoding.compute_dtype.value
-        outputs = () if self.shard.is_whole else (self.shard.vocabulary(vocabulary),)
-        parts = {name: LayerPart(vocabulary, hidden, outputs)}
+        outputs = () if self.shard.is_whole else (self.shard.vocabulary(vocab_size),)
+        parts = {name: LayerPart(vocab_size, hidden, outputs)}
         biases = self._biases(parts) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
             stored_encoding = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
@@ -248,7 +248,7 @@ class Loader:
             packed = self._packer.layer(parts, biases, encoding, lambda: [tied_to], is_mapped=True)
         if self.shard.is_whole:
             return Linear(packed)
-        widths = sizes(self.shard.vocabulary_parts(vocabulary))
+        widths = sizes(self.shard.vocabulary_parts(vocab_size))
         return Linear(packed, gather_over=self.shard.collectives, widths=widths)
 
     def pack(

@@ -187,12 +187,14 @@ class Rotary:
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
         has_length_scaling = config.kind == "dynamic" or config.short_factor_max_length is not None
-        self.length_dependent = has_length_scaling and max_length > config.max_positions
+        self.is_length_dependent = has_length_scaling and max_length > config.max_positions
         """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
         self._axes = torch.tensor(config.axes or (), dtype=torch.int64).to(device)  # [R / 2], or empty
-        if config.kind == "longrope" and self.length_dependent:  # append rows P to 2P - 1 with long factors
+        if (
+            config.kind == "longrope" and self.is_length_dependent
+        ):  # append rows P to 2P - 1 with long factors
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
@@ -201,7 +203,7 @@ class Rotary:
         positions = step.positions
         if positions.dim() == 2:
             return self._multi_axis_rows(positions)
-        if self.length_dependent and step.text_lengths is not None:
+        if self.is_length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
                 return self._dynamic_rows(positions, step.text_lengths)
             positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)

@@ -241,7 +241,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
         graphs = self.session.graphs
-        if graphs is None or graphs.last is None or self.proposer is not None:
+        if graphs is None or graphs.last_graph is None or self.proposer is not None:
             return 1
         return self.runner.num_steps_for(seconds)
 

@@ -193,7 +193,7 @@ class LineActor:
             len(lines),
             is_stopping=lambda: False,
             on_result=lambda *result: results.append(result),
-            max_attempts=_MAX_ATTEMPTS,
+            max_retries=_MAX_ATTEMPTS,
         )
         await dispatcher.run(iter(lines))
         names = ("result", "is_success", "num_tokens")

@@ -15,7 +15,7 @@ ENGINE_DEPLOYMENT = "engine"
 """Name of the deployment whose replicas run the model."""
 INGRESS_DEPLOYMENT = "ingress"
 """Name of the deployment that serves HTTP."""
-ROUTER = "penstock.ray.request_router:PreferredReplicaRouter"
+ROUTER_CLASS = "penstock.ray.request_router:PreferredReplicaRouter"
 """Import path of the class that Ray Serve uses as request router."""
 _HEALTH_CHECK_PERIOD = 5.0
 """Seconds between two health checks of a replica."""

@@ -27,7 +27,7 @@ from penstock.errors import UnavailableError, UnsupportedFeatureError
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import Resources, engine_options, replica_config
 from penstock.ray.local_server import LocalServer
-from penstock.serve.batches.batch_dispatch import CLIENT
+from penstock.serve.batches.batch_dispatch import BATCH_CLIENT_ID
 from penstock.serve.config import ServeConfig, serve_fields
 from penstock.serve.http.internal_request import internal_request
 from penstock.worker.engine_client import EngineClient
@@ -211,7 +211,9 @@ class PenstockServer:
         body = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         request_headers: Mapping[str, str] = {} if raw_request_info is None else raw_request_info.headers
         headers = {name: value for name, value in request_headers.items() if name.lower() in _HEADERS}
-        async with internal_request(self._server.app, path, body, headers, client=CLIENT) as response:
+        async with internal_request(
+            self._server.app, path, body, headers, client=BATCH_CLIENT_ID
+        ) as response:
             if response.status != 200:
                 error = msgspec.json.decode(await response.body())["error"]
                 yield _error(response.status, error["message"], error.get("type") or "error")

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.ray.cluster import import_ray, ray_connection
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import (
-    ROUTER,
+    ROUTER_CLASS,
     Resources,
     check_supported,
     engine_options,
@@ -72,7 +72,7 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
     resources = Resources.of(config, ray_config)
     engine_config = replica_config(config, resources)
     options = engine_options(engine_config, serve_config, ray_config, resources)
-    options["request_router_config"] = {"request_router_class": ROUTER}
+    options["request_router_config"] = {"request_router_class": ROUTER_CLASS}
     engine = serve.deployment(EngineReplica, **options)
     ingress = serve.deployment(serve.ingress()(Ingress), **ingress_options(serve_config, ray_config))
     replicas = engine.bind(engine_config, serve_config, ray_config.ray_max_requests, resources.num_cpus)

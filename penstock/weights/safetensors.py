@@ -74,8 +74,8 @@ class QuantizedHeader(TensorHeader):
     """Index of the weight in the first dim of all parts; None if the parts contain only this weight."""
     float_dtype: DType = DType.bfloat16
     """The nominal float type of the weight, for loads without data. Read floats may have another type."""
-    order: bytes = b""
-    """Permutation of the inputs as int32: column c in the encoding is input ``order[c]``.
+    input_order: bytes = b""
+    """Permutation of the inputs as int32: column c in the encoding is input ``input_order[c]``.
 
     It is empty if the inputs are in the original order.
     """

@@ -131,7 +131,7 @@ class Weights:
     def input_order(self, name: str) -> bytes:
         """Return the stored order of the inputs of a weight, int32; empty for the original order."""
         header = self._find_header(name)
-        return header.order if isinstance(header, QuantizedHeader) else b""
+        return header.input_order if isinstance(header, QuantizedHeader) else b""
 
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False

@@ -149,8 +149,8 @@ def test_scales_for_each_kv_head_are_sharded_with_the_heads(checkpoint: Path, tm
     config = pipeline.model.pipeline_config
     spec = type(pipeline.model).kv_spec(config, config.model.huggingface_config)
     assert spec is not None
-    for rank, world, expected in ((0, 2, [0.02]), (1, 2, [0.03]), (3, 4, [0.03]), (1, 4, [0.02])):
-        result = fixed_scales(config, spec, Shard(rank, world))
+    for rank, world_size, expected in ((0, 2, [0.02]), (1, 2, [0.03]), (3, 4, [0.03]), (1, 4, [0.02])):
+        result = fixed_scales(config, spec, Shard(rank, world_size))
         assert result is not None
         assert result[1][0].tolist() == pytest.approx(expected)
 

@@ -246,5 +246,5 @@ def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> N
     assert pipeline.model.kv_cache_spec is not None
     assert pipeline.model.kv_cache_spec.key_limits == ()
     network: Any = pipeline.model
-    assert not network.network.length_dependent
+    assert not network.network.is_length_dependent
     assert math.isclose(network.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)

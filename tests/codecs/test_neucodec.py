@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.codecs import FOLDER, load_expected, load_reference
+from support.codecs import CODEC_REFERENCES, load_expected, load_reference
 
 from penstock.codecs import CodecChunk
 from penstock.codecs.neucodec import model as neucodec
@@ -113,7 +113,7 @@ def test_encoding_without_an_encoder_is_refused() -> None:
 def test_unsupported_configurations_are_refused(
     tmp_path: Path, change: dict[str, object], error: type[Exception], problem: str
 ) -> None:
-    folder = shutil.copytree(FOLDER / "neucodec", tmp_path / "neucodec")
+    folder = shutil.copytree(CODEC_REFERENCES / "neucodec", tmp_path / "neucodec")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=problem):

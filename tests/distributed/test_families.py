@@ -19,7 +19,9 @@ from penstock.pipelines import TextGenerationPipeline
 DEFAULT_FAMILIES = ("llama", "gpt2", "mixtral", "gemma2")
 """Families that are tested by default: Llama, and families with fused and transposed weights (GPT-2), with
 experts (Mixtral), and with norms before and after each layer (Gemma 2)."""
-SHARDABLE_FAMILIES = [candidate for candidate in DECODERS if candidate.load_pipeline_model().is_divisible]
+SHARDABLE_FAMILIES = [
+    candidate for candidate in DECODERS if candidate.load_pipeline_model().supports_tensor_parallelism
+]
 
 
 def family_params(*default_names: str) -> list[Any]:

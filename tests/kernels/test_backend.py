@@ -79,7 +79,7 @@ class FakeGraphs(GraphCompiler):
 
 BACKEND = Backend(
     name="fake",
-    sizes={"cpu": DefaultSizes(max_batch_size=3, step_tokens=77, block_size=64)},
+    default_sizes={"cpu": DefaultSizes(max_batch_size=3, step_tokens=77, block_size=64)},
     load=FakeOps,
     variants=lambda: [FakeOps()],
     priority=100,

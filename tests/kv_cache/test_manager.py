@@ -319,7 +319,7 @@ def test_a_length_determines_the_regime_and_the_steps_left(
     length: int, regime: int, shortest: int, steps_left: int | None
 ) -> None:
     spec = kv_spec(None, key_limits=(7, 12))
-    assert (spec.regime(length), spec.shortest(length)) == (regime, shortest)
+    assert (spec.regime(length), spec.min_regime_length(length)) == (regime, shortest)
     assert spec.steps_left(length) == steps_left
     assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
 

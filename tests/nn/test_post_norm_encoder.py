@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.nn import EncoderNames, Loader, PostNormEncoder, PostNormSizes
 
 SIZES = PostNormSizes(
-    vocabulary=20,
+    vocab_size=20,
     positions=16,
     token_types=2,
     layers=2,

@@ -113,13 +113,15 @@ def open_from_values(values: Mapping[str, Any]) -> TextGenerationPipeline:
     return pipeline
 
 
-def make_named_context(name: str, tokens: Sequence[int], max_new: int = 12, **fields: Any) -> TextContext:
+def make_named_context(
+    name: str, tokens: Sequence[int], max_new_tokens: int = 12, **fields: Any
+) -> TextContext:
     fields.setdefault("eos_token_ids", {EOS})
     fields.setdefault("ignore_eos", not fields["eos_token_ids"])
     return TextContext(
         prompt="",
         tokens=np.array(tokens, np.int64),
-        max_length=len(tokens) + max_new,
+        max_length=len(tokens) + max_new_tokens,
         request_id=name,
         **fields,
     )
@@ -699,7 +701,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     grammar = draw(st.sampled_from([None, None, *GRAMMARS.values()]))
     return {
         "tokens": draw(st.lists(st.integers(0, 3), min_size=1, max_size=50)),
-        "max_new": draw(st.integers(1, 30)),
+        "max_new_tokens": draw(st.integers(1, 30)),
         "adapter": draw(st.sampled_from([None, "tone", "other"])),
         "grammar": grammar,
         "priority": draw(st.integers(0, 1)),

@@ -14,7 +14,7 @@ from penstock.worker.engine_client import CacheListener, EngineState, SleepLevel
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
-INFO = WorkerInfo(
+WORKER_INFO = WorkerInfo(
     max_length=2048,
     max_batch_size=8,
     max_batch_input_tokens=8192,
@@ -36,7 +36,7 @@ class FakeEngine:
     is_paused: bool = False
     state: EngineState = "ready"
     is_alive: bool = True
-    info: WorkerInfo = INFO
+    info: WorkerInfo = WORKER_INFO
     stats: WorkerStats = field(default_factory=WorkerStats)
     adapters: dict[str, str] = field(default_factory=dict)
     num_outstanding: int = 0

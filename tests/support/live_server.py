@@ -58,7 +58,7 @@ async def _serve(server_future: Future[LiveServer], options: dict[str, Any]) -> 
                 async with HttpServer(app, server.services.config).listening(listener):
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
                     server_future.set_result(LiveServer(url, server, asyncio.get_running_loop()))
-                    while not server.services.gate.reason:
+                    while not server.services.gate.refusal_reason:
                         await asyncio.sleep(0.02)
     except BaseException as error:
         if not server_future.done():

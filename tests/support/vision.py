@@ -56,11 +56,11 @@ class VisionPrompt:
     is_bidirectional: bool
     arguments: dict[str, Any]
 
-    def context(self, max_new: int = 100, **fields: Any) -> TextAndVisionContext:
+    def context(self, max_new_tokens: int = 100, **fields: Any) -> TextAndVisionContext:
         """Return a context that ends only at its maximum length."""
         return TextAndVisionContext(
             prompt=list(self.tokens),
-            max_length=len(self.tokens) + max_new,
+            max_length=len(self.tokens) + max_new_tokens,
             tokens=np.array(self.tokens, dtype=np.int64),
             ignore_eos=True,
             images=list(self.images),

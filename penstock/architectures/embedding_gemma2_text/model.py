@@ -73,13 +73,13 @@ class EmbeddingGemma2TextModel(EncoderModel):
         cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
     ) -> EmbeddingGemma2Network:
         config = cls.text_config(huggingface_config)
-        vocabulary, hidden = config.integer("vocab_size"), config.integer("hidden_size")
+        vocab_size, hidden = config.integer("vocab_size"), config.integer("hidden_size")
         per_layer_size, layers = config.integer("hidden_size_per_layer_input", 512), num_layers(config)
         scale = float(torch.tensor(hidden**0.5, dtype=load.dtype))
         rotaries = _rotaries(config)
         types = _layer_types(config)
         return EmbeddingGemma2Network(
-            load_embedding(load, load.table("embed_tokens", vocabulary, hidden), vocabulary, scale),
+            load_embedding(load, load.table("embed_tokens", vocab_size, hidden), vocab_size, scale),
             load.linear("ple.per_layer_model_projection", layers * per_layer_size, hidden),
             hidden**-0.5,
             _norm(load, config, "ple.per_layer_projection_norm", per_layer_size),

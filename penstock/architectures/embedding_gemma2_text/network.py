@@ -99,9 +99,9 @@ class EmbeddingGemma2Network:
     masked_lm_head: None = None
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether the angles of a rotary embedding depend on the sequence length."""
-        return any(rotary.length_dependent for rotary in self.rotaries)
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, embedding_dim]``; the family has no token types."""

@@ -29,7 +29,7 @@ NAMES = TensorNames(
 class GPT2Config:
     """The sizes and options of a GPT-2 network."""
 
-    vocabulary: int  # V
+    vocab_size: int  # V
     positions: int  # P
     hidden: int  # E
     inner: int  # F
@@ -68,7 +68,7 @@ class GPT2Config:
         scale = (hidden // heads) ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
         divides_by_layer = config.flag("scale_attn_by_inverse_layer_idx")
         return cls(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             positions=config.integer("n_positions"),
             hidden=hidden,
             inner=config.integer("n_inner", 4 * hidden),

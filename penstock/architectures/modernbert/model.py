@@ -78,9 +78,9 @@ class ModernBertNetwork:
     masked_lm_head: MaskedLMHead | None = None
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether the angles of a rotary embedding depend on the sequence length."""
-        return any(rotary.length_dependent for rotary in self.rotaries)
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, E]``; the family has no token types."""
@@ -205,13 +205,13 @@ def _classifier(load: Loader, config: HuggingFaceConfig) -> ClassificationHead:
 
 
 def _masked_lm_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> MaskedLMHead:
-    vocabulary, hidden = tokens.shape
+    vocab_size, hidden = tokens.shape
     tied = "decoder.weight" not in load.source
-    weight = tokens if tied else load.source.tensor("decoder.weight", (vocabulary, hidden))
-    bias = load.source.tensor("decoder.bias", (vocabulary,)) if config.flag("decoder_bias", True) else None
+    weight = tokens if tied else load.source.tensor("decoder.weight", (vocab_size, hidden))
+    bias = load.source.tensor("decoder.bias", (vocab_size,)) if config.flag("decoder_bias", True) else None
     return MaskedLMHead(
         plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),
         _head_activation(config),
         _norm(load, config, "head.norm"),
-        load.pack(weight, {"decoder": vocabulary}, bias=bias),
+        load.pack(weight, {"decoder": vocab_size}, bias=bias),
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Qwen35VisionModel(QwenVisionModel):
     """Reads the configuration of Qwen3.5 and builds its decoder and its image encoder."""
 
-    is_divisible = False
+    supports_tensor_parallelism = False
     ignored_weights = (*QwenVisionModel.ignored_weights, "mtp.*")  # multi-token prediction
     text_family: ClassVar[type[HybridModel]] = Qwen35TextModel
     sections = (11, 11, 10)

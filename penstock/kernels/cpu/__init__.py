@@ -98,7 +98,7 @@ def _warn_missing() -> None:
 BACKEND = Backend(
     name="cpu",
     # Steps of more tokens take longer per token on a CPU, because their activations do not fit in the caches.
-    sizes={"cpu": DefaultSizes(max_batch_size=32, step_tokens=1024)},
+    default_sizes={"cpu": DefaultSizes(max_batch_size=32, step_tokens=1024)},
     load=load,
     variants=variants,
     priority=10,

@@ -68,7 +68,7 @@ def _row_bytes(bits: int, in_features: int) -> int:
 
 BACKEND = Backend(
     name="cuda",
-    sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
+    default_sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
     load=load,
     variants=variants,
     priority=10,

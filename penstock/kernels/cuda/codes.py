@@ -199,7 +199,7 @@ def _format_constants(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
     if kind is None:
         return {
             "IS_NIBBLES": is_nibbles,
-            "NUMBERS": encoding.numbers or "integer",
+            "NUMBERS": encoding.number_format or "integer",
             "OFFSET": signed_offset(encoding) if is_nibbles else 0,
             "SCALES": "float",
             "INPUTS_PER_SCALE": encoding.group_size or _ALL_INPUTS,

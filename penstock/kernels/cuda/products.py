@@ -76,7 +76,7 @@ def multiply_encoded(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
     """Return the product of rows with quantized weights, plus the bias. Arguments as in `multiply_floats`."""
-    is_integer = weights.kind.numbers == "integer" and weights.kind.group_size is None
+    is_integer = weights.kind.number_format == "integer" and weights.kind.group_size is None
     if is_integer and (groups is not None or is_deterministic or len(x) <= MAX_TILED_ROWS):
         return multiply_integers(x, weights, groups)
     return multiply_codes(x, weights, groups, is_deterministic=is_deterministic)

@@ -91,9 +91,9 @@ def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
     tensors = packed.tensors
     if packed.layout not in (ROWS, NIBBLES) or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return False
-    if kind.is_float or kind.block_kind is not None or kind.numbers == "e4m3":
+    if kind.is_float or kind.block_kind is not None or kind.number_format == "e4m3":
         return True
-    if kind.numbers != "integer":
+    if kind.number_format != "integer":
         return False
     return kind.group_size is not None or (not kind.has_zero_points and packed.in_features <= _MAX_INPUTS)
 

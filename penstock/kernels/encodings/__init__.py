@@ -57,7 +57,7 @@ class LinearEncoding(ABC):
     """Number of inputs that share a scale; None if an output has a single scale or no scale."""
     has_zero_points: bool = False
     """Whether a stored integer other than 0 can represent the weight 0."""
-    numbers: NumberFormat | None = None
+    number_format: NumberFormat | None = None
     """How the kernels of back ends interpret the stored weights; None for other formats, such as blocks."""
     block_kind: BlockKind | None = None
     """The parameters of the blocks, if weights are stored in blocks, such as the K types of GGUF."""

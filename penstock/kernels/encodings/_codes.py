@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class CodeEncoding(LinearEncoding):
     """Weights as unsigned codes of ``bits`` bits with scales and zero points."""
 
-    numbers = "integer"
+    number_format = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.uint8
     activation_dtype = DType.int8

@@ -28,7 +28,7 @@ class FloatEncoding(LinearEncoding):
     """
 
     is_float = True
-    numbers = "float"
+    number_format = "float"
     packs_lazily = True
 
     def __init__(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GroupedEncoding(LinearEncoding):
     """Weights as signed integers of ``bits`` bits with a scale per group of 32 inputs."""
 
-    numbers = "integer"
+    number_format = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.int8
     activation_dtype = DType.int8

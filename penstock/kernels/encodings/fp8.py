@@ -23,7 +23,7 @@ class Fp8Encoding(LinearEncoding):
     """Weights as 8-bit floats with a scale per group of inputs."""
 
     name = "fp8"
-    numbers = "e4m3"
+    number_format = "e4m3"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.uint8
     bits = 8

@@ -25,7 +25,7 @@ class Int8Encoding(LinearEncoding):
     """Weights as 8-bit integers with one scale per output."""
 
     name = "int8"
-    numbers = "integer"
+    number_format = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.int8
     activation_dtype = DType.int8

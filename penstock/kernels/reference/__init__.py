@@ -21,7 +21,7 @@ def _load() -> ReferenceOps:
 
 BACKEND = Backend(
     name="reference",
-    sizes={
+    default_sizes={
         "cpu": DefaultSizes(max_batch_size=32, step_tokens=1024),
         "gpu": DefaultSizes(max_batch_size=256, step_tokens=8192),
     },

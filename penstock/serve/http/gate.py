@@ -24,7 +24,7 @@ class Gate:
         self._idle_event.set()
 
     @property
-    def reason(self) -> str:
+    def refusal_reason(self) -> str:
         """The reason why requests are refused; empty if the gate is open."""
         return self._refusal_reason
 

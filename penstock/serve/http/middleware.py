@@ -158,10 +158,10 @@ class AdmissionMiddleware:
             key_index = None if is_internal else self._keys.check(scope["headers"])
             record: RequestRecord = scope["state"]["record"]
             record.client_id = _client_id(key_index, scope)
-            record.session_header = _session_id(scope, self._session_header)
-            if self._gate.reason:
+            record.header_session_id = _session_id(scope, self._session_header)
+            if self._gate.refusal_reason:
                 headers = {"connection": "close", "retry-after": "1"}
-                raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
+                raise RequestProblem(503, f"{self._gate.refusal_reason}: try again", headers=headers)
         except RequestProblem as error:
             record = scope["state"]["record"]
             problem = problem_of(error)

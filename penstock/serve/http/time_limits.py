@@ -20,7 +20,7 @@ class TimeLimits:
     def __init__(self, config: ServeConfig, record: RequestRecord) -> None:
         self._request_timeout = config.request_timeout
         self._stream_timeout = config.stream_timeout
-        self._received_at = record.received
+        self._received_at = record.received_at
 
     async def within(self, result: Awaitable[T]) -> T:
         """Await a result within the limit of the whole request.

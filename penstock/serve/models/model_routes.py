@@ -59,8 +59,8 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     async def ready(request: Request) -> Status:
         """Readiness: 200 if the server admits requests now, else 503."""
         gate = Services.of(request).gate
-        if gate.reason:
-            raise RequestProblem(503, gate.reason)
+        if gate.refusal_reason:
+            raise RequestProblem(503, gate.refusal_reason)
         return Status(status="ready")
 
     return router

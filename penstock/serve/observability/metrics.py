@@ -217,14 +217,14 @@ class RequestMetrics:
     def admitted(self, record: RequestRecord) -> None:
         """Record the admission into the batch."""
         assert record.admitted_at is not None
-        self._metrics._queue_seconds.observe(record.admitted_at - record.received)
+        self._metrics._queue_seconds.observe(record.admitted_at - record.received_at)
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
         """Record new tokens. The time since the previous tokens is divided evenly among the new tokens."""
         if not self._had_token:
             assert record.first_token_at is not None
             self._had_token = True
-            self._metrics._time_to_first_token.observe(record.first_token_at - record.received)
+            self._metrics._time_to_first_token.observe(record.first_token_at - record.received_at)
         if seconds is None:
             return
         for _ in range(count):
@@ -236,15 +236,17 @@ class RequestMetrics:
         assert record.ended_at is not None
         metrics._in_progress.dec()
         metrics._requests.labels(record.route, record.method, str(record.final_status)).inc()
-        metrics._request_seconds.labels(record.route).observe(record.ended_at - record.received)
+        metrics._request_seconds.labels(record.route).observe(record.ended_at - record.received_at)
         metrics._prompt_tokens.inc(record.prompt_tokens)
         metrics._cached_tokens.inc(record.cached_tokens)
         metrics._completion_tokens.inc(record.completion_tokens)
         if record.audio_seconds:
             assert record.first_audio_at is not None
             assert record.last_audio_at is not None
-            metrics._time_to_first_audio.observe(record.first_audio_at - record.received)
-            metrics._real_time_factor.observe((record.last_audio_at - record.received) / record.audio_seconds)
+            metrics._time_to_first_audio.observe(record.first_audio_at - record.received_at)
+            metrics._real_time_factor.observe(
+                (record.last_audio_at - record.received_at) / record.audio_seconds
+            )
             metrics._audio_seconds.inc(record.audio_seconds)
         for reason in record.finish_reasons:
             metrics._finished_choices.labels(reason).inc()

@@ -37,13 +37,13 @@ class RequestRecord:
     method: str = "POST"
     route: str = ""
     """The template of the route, such as ``/v1/models/{id}``."""
-    received: float = field(default_factory=time.perf_counter)
+    received_at: float = field(default_factory=time.perf_counter)
     client_id: str = ""
     """Identifies the client by its API key or its address.
 
     The scheduler divides the batch evenly among clients.
     """
-    session_header: str = ""
+    header_session_id: str = ""
     """The session id in the request's headers; "" if there is none."""
 
     model: str | None = None
@@ -87,8 +87,8 @@ class RequestRecord:
 
     @property
     def session_id(self) -> str:
-        """The session of the request: `session_header`, else `user`, else ""."""
-        return self.session_header or self.user or ""
+        """The session of the request: `header_session_id`, else `user`, else ""."""
+        return self.header_session_id or self.user or ""
 
     def admitted(self) -> None:
         """Record the first admission of one of the request's choices."""
@@ -146,4 +146,4 @@ class RequestRecord:
 
     def seconds_until(self, moment: float | None) -> float | None:
         """Return the seconds from the request's arrival to ``moment``; None if ``moment`` is None."""
-        return None if moment is None else moment - self.received
+        return None if moment is None else moment - self.received_at

@@ -83,12 +83,12 @@ class ParserFactory:
         )
 
     @property
-    def tool_format(self) -> str | None:
+    def tool_format_name(self) -> str | None:
         """The name of the tool-call format, or None."""
         return self.tools.name if self.tools else None
 
     @property
-    def reasoning_format(self) -> str | None:
+    def reasoning_format_name(self) -> str | None:
         """The name of the reasoning format, or None."""
         return self.reasoning.name if self.reasoning else None
 

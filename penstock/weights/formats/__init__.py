@@ -115,7 +115,7 @@ class CheckpointFormat(ABC):
 
         The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
         tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
-        a quantized weight are in the order of ``header.order``, if it is not empty.
+        a quantized weight are in the order of ``header.input_order``, if it is not empty.
         """
         return None, {"weight": source.tensor(header)}
 
@@ -125,8 +125,8 @@ class CheckpointFormat(ABC):
         if encoding is None:
             return tensors["weight"]
         weight = encoding_named(encoding).unpack(tensors)
-        if isinstance(header, QuantizedHeader) and header.order:
-            weight = restore_input_order(weight, header.order)
+        if isinstance(header, QuantizedHeader) and header.input_order:
+            weight = restore_input_order(weight, header.input_order)
         return weight.T if header.is_transposed else weight
 
 
@@ -196,7 +196,7 @@ FORMATS = FormatRegistry()
 def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
     """Return a weight ``[out, in]`` with its inputs in the original order.
 
-    The given weight has its inputs in the order of `QuantizedHeader.order`.
+    The given weight has its inputs in the order of `QuantizedHeader.input_order`.
     """
     import torch
 

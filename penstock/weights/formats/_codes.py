@@ -42,7 +42,7 @@ def find_input_order(
         num_groups: number of groups.
 
     Returns:
-        The encoding, and the `QuantizedHeader.order`. The order is empty if the inputs are already
+        The encoding, and the `QuantizedHeader.input_order`. The order is empty if the inputs are already
         sorted by group, if the encoding is None, or if ``part`` is neither int32 nor int64. The encoding is
         None if ``encoding`` is None, or if a group other than the last one does not have ``group_size``
         inputs.

@@ -44,12 +44,12 @@ class LayerHeader(QuantizedHeader):
     """Numbers of outputs and inputs that share a scale."""
 
     def sorted_inputs(self, codes: Tensor) -> Tensor:
-        """Return ``codes [out, in]`` with their inputs reordered by `order`."""
+        """Return ``codes [out, in]`` with their inputs reordered by `input_order`."""
         import torch
 
-        if not self.order:
+        if not self.input_order:
             return codes
-        return codes[:, torch.frombuffer(bytearray(self.order), dtype=torch.int32)]
+        return codes[:, torch.frombuffer(bytearray(self.input_order), dtype=torch.int32)]
 
     def part(self, name: str) -> TensorHeader | None:
         """Return the header of a part, or None if the layer does not have it."""
@@ -179,7 +179,7 @@ class StoredTensors:
             layout=layout,
             bits=bits,
             group_shape=group_shape,
-            order=input_order,
+            input_order=input_order,
         )
 
 

@@ -11,7 +11,7 @@ determine its type:
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
 ``weight_g_idx`` contains the group of each input, if inputs are not sorted by group (``actorder``). The
-reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
+reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
 """
 
 from __future__ import annotations

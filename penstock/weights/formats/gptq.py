@@ -8,7 +8,7 @@ A layer ``[out, in]`` is stored transposed:
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
 * ``g_idx`` int32 ``[in]``, optional: the group of each input. With ``desc_act``, inputs are not sorted by
-  group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
+  group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
 """
 
 from __future__ import annotations
@@ -125,6 +125,6 @@ def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mappin
         groups = None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise WeightsError(header.file, f"{header.stored_name}: g_idx refers to groups that do not exist")
-    if groups is not None and header.encoding is not None and not header.order:
+    if groups is not None and header.encoding is not None and not header.input_order:
         raise WeightsError(header.file, f"{header.stored_name}: g_idx is not sorted, but desc_act is not set")
     return read_codes(header.encoding, header.sorted_inputs(codes), scales, zeros.T, group_size, groups)

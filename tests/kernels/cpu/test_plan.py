@@ -245,7 +245,7 @@ def test_a_larger_arena_keeps_earlier_steps_correct(ops: CpuOps) -> None:
             if results is not None:
                 assert torch.equal(results[0][0], 2 * x)
     assert graphs.status == "compiled: 1 kernels in one call"
-    assert graphs.last is not None
+    assert graphs.last_graph is not None
 
 
 def tiny_language_model(ops: CpuOps) -> Step:

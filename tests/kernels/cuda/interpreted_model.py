@@ -27,7 +27,7 @@ def _register_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a back end that runs the Triton kernels on the CPU, in the interpreter."""
     monkeypatch.setattr(BACKENDS, "_registered", {})
     sizes = {"cpu": DefaultSizes(max_batch_size=4, step_tokens=64)}
-    BACKENDS.register(replace(BACKEND, name="interpreted", sizes=sizes, load=CudaOps))
+    BACKENDS.register(replace(BACKEND, name="interpreted", default_sizes=sizes, load=CudaOps))
 
 
 @pytest.mark.usefixtures("_register_interpreted")

@@ -13,7 +13,7 @@ import pytest
 from support.app_client import make_services
 from support.asgi import Exchange, wait_until
 from support.embedding_server import embedder_config
-from support.engines import INFO, FakeEngine
+from support.engines import WORKER_INFO, FakeEngine
 
 from penstock.assembly import load_tokenizer
 from penstock.errors import OverloadedError, PenstockError, RequestFailedError, UnavailableError
@@ -31,7 +31,7 @@ class EmbeddingsEngine(FakeEngine):
     def __init__(self, capacity: int = 1000) -> None:
         super().__init__(
             info=msgspec.structs.replace(
-                INFO, task=TASK, outputs=["dense"], embedding_size=2, max_batch_size=4, max_length=64
+                WORKER_INFO, task=TASK, outputs=["dense"], embedding_size=2, max_batch_size=4, max_length=64
             )
         )
         self.capacity = capacity

@@ -18,7 +18,7 @@ from openai import OpenAI
 from support.asgi import Exchange, wait_until
 from support.in_process_server import InProcessServer, parse_events, run_in_process
 from support.live_server import live_server
-from support.tiny_speech import RATE, FakeCodec, fake_codec_catalog, write_tiny_speech
+from support.tiny_speech import SAMPLE_RATE, FakeCodec, fake_codec_catalog, write_tiny_speech
 from support.workers import Gate
 
 from penstock import LLM
@@ -81,7 +81,7 @@ async def test_audio_equals_the_audio_of_the_library(folder: Path, library_audio
             assert pcm == library_audio(text)
             assert len(pcm) > 20
         with wave.open(io.BytesIO(await synthesize(server, response_format="wav"))) as file:
-            assert file.getframerate() == RATE
+            assert file.getframerate() == SAMPLE_RATE
             assert file.readframes(1 << 20) == library_audio("Hello.")
         assert await synthesize(server, voice="default", response_format="pcm") == library_audio("Hello.")
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
@@ -278,7 +278,7 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
         assert "penstock_time_to_first_audio_seconds_count 1.0" in text
         assert "penstock_real_time_factor_count 1.0" in text
         seconds = float(text.split("\npenstock_audio_seconds_total ")[1].split()[0])
-        assert seconds == pytest.approx(len(pcm) / 2 / RATE)
+        assert seconds == pytest.approx(len(pcm) / 2 / SAMPLE_RATE)
 
 
 def test_the_openai_client_plays_speech(folder: Path, library_audio: Any) -> None:

@@ -14,7 +14,7 @@ from support.in_process_server import InProcessServer, run_in_process
 from penstock.errors import InputError
 from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError, post
 from penstock.serve.batches.batch_lines import (
-    PRIORITY,
+    PRIORITY_OFFSET,
     BatchRequest,
     InvalidLine,
     check_unique,
@@ -111,7 +111,7 @@ async def test_valid_and_invalid_lines_have_results() -> None:
 async def test_batches_need_no_key_and_have_a_lower_priority() -> None:
     (request,) = parse_requests(make_request_line("a", priority=5))
     assert isinstance(request, BatchRequest)
-    assert request.body["priority"] == PRIORITY + 5
+    assert request.body["priority"] == PRIORITY_OFFSET + 5
     async with run_in_process(api_key=("one", "two")) as server:
         app = server.app
         assert (await post(app, "/v1/chat/completions", request.body)).status == 200

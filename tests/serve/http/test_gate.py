@@ -28,12 +28,12 @@ async def test_the_gate_is_idle_after_the_last_request() -> None:
 
 async def test_a_gate_cannot_be_opened_after_it_was_closed() -> None:
     gate = Gate(is_open=False)
-    assert "loaded" in gate.reason
+    assert "loaded" in gate.refusal_reason
     gate.open()
-    assert gate.reason == ""
+    assert gate.refusal_reason == ""
     gate.close()
     gate.open()
-    assert "shutting down" in gate.reason
+    assert "shutting down" in gate.refusal_reason
 
 
 @pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])

@@ -109,7 +109,7 @@ def test_each_outcome_has_its_status_label(
 ) -> None:
     metrics = Metrics(with_process=False)
     record, observer = begin_request(metrics)
-    record.status, record.client_left, record.ended_at = sent_status, client_left, record.received + 1
+    record.status, record.client_left, record.ended_at = sent_status, client_left, record.received_at + 1
     if error is not None:
         record.failed(*error)
     observer.finished(record)

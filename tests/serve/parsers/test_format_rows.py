@@ -35,8 +35,8 @@ def choose_parsers() -> ParserFactory:
 
 
 def test_the_chat_template_selects_the_rows() -> None:
-    assert (choose_parsers().tool_format, choose_parsers().reasoning_format) == ("fake", "fake")
-    assert ParserFactory.choose(TEMPLATE).tool_format is None
+    assert (choose_parsers().tool_format_name, choose_parsers().reasoning_format_name) == ("fake", "fake")
+    assert ParserFactory.choose(TEMPLATE).tool_format_name is None
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 1000])
@@ -68,5 +68,5 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
 def test_a_row_without_template_hints_is_selected_only_by_the_setting() -> None:
     row = JsonCalls(name="silent", models="none", example="", hints=(), begin="[[CALLS]]")
     formats = {"silent": row}
-    assert ParserFactory.choose(TEMPLATE, tool_formats=formats).tool_format is None
-    assert ParserFactory.choose(TEMPLATE, "silent", tool_formats=formats).tool_format == "silent"
+    assert ParserFactory.choose(TEMPLATE, tool_formats=formats).tool_format_name is None
+    assert ParserFactory.choose(TEMPLATE, "silent", tool_formats=formats).tool_format_name == "silent"

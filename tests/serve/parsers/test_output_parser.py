@@ -285,9 +285,12 @@ def test_tagged_arguments_get_the_types_of_the_schema() -> None:
 
 
 def test_settings_select_the_parsers() -> None:
-    assert ParserFactory.choose("<tool_call> arguments </think>", "none", "none").tool_format is None
-    assert ParserFactory.choose("<tool_call> arguments </think>", "none", "auto").reasoning_format == "think"
-    assert ParserFactory.choose(None).tool_format is None
+    assert ParserFactory.choose("<tool_call> arguments </think>", "none", "none").tool_format_name is None
+    assert (
+        ParserFactory.choose("<tool_call> arguments </think>", "none", "auto").reasoning_format_name
+        == "think"
+    )
+    assert ParserFactory.choose(None).tool_format_name is None
     with pytest.raises(
         ConfigError, match=r"tool_call_parser: 'hermse' is unknown: use auto, none, or one of .*hermes"
     ):

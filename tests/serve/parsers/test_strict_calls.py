@@ -378,7 +378,7 @@ def test_a_grammar_allows_a_call_or_json() -> None:
         ParserFactory.choose(None, "llama3_json", "think"),
     ):
         grammar = parsers.calls_or_format_grammar(schema, TOOLS, {"search"}, in_reasoning=False)
-        call = render_calls(parsers.tool_format or "", SEARCH)
+        call = render_calls(parsers.tool_format_name or "", SEARCH)
         for text in ('{"text": "a", "count": 1}', call, f"<think>hm</think>\n{call}"):
             assert accepts(grammar, text), text
         for text in ('{"text": "a"}', "Hi", call.replace("3", '"3"'), f"{call} Hi"):

@@ -125,7 +125,7 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
     settings: dict[str, object] = {"include_reasoning": think is not False}
     if services.tokenizer.template_mentions("enable_thinking"):
         settings["chat_template_kwargs"] = {"enable_thinking": think is not False}
-    elif think is True and services.parsers.reasoning_format is None:
+    elif think is True and services.parsers.reasoning_format_name is None:
         raise RequestProblem(400, f"{body.model!r} does not support thinking", param="think")
     if isinstance(think, str):
         if not template_supports_effort(services.tokenizer, think):
