@@ -121,7 +121,7 @@ class Trainer:
         self._save()
 
     def _train_step(self) -> tuple[float, float]:
-        """Run a step. Return the loss of answers, plus 0.1 of that without a picture, and the loss of patches."""
+        """Run a step. Return the loss of answers (partly without pictures) and the loss of patches."""
         batch = self.examples.batch(NUM_PICTURES)
         with torch.autocast("cpu", torch.bfloat16):
             image_embeddings, scores = self.model.encode_images(torch.from_numpy(batch.pixels))
