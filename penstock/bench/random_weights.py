@@ -42,8 +42,29 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "max_position_embeddings": 2048,
         "dtype": "bfloat16",
     },
+    "q800m": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "dtype": "bfloat16",
+    },
 }
-"""Name -> ``config.json`` of Llama models: ``l110m`` has 134 million parameters, ``l1b`` has 1.1 billion."""
+"""Name -> ``config.json``.
+
+``l110m`` is a Llama with 134 million parameters, ``l1b`` a Llama with 1.1 billion, and ``q800m`` a text model
+of Qwen3.5 with 752 million.
+"""
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DEFAULT_DTYPE = "bfloat16"

@@ -84,7 +84,9 @@ def test_all_matrices_differ(tmp_path: Path) -> None:
     assert len({matrix.flatten()[:32].float().numpy().tobytes() for matrix in matrices}) == len(matrices)
 
 
-@pytest.mark.parametrize(("shape", "parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384)])
+@pytest.mark.parametrize(
+    ("shape", "parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384), ("q800m", 752_393_024)]
+)
 def test_named_shapes_have_the_stated_number_of_parameters(shape: str, parameters: int) -> None:
     count = 0
     for sizes in tensor_shapes(shape_config(shape)).values():
