@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="l1b")
+    parser.add_argument("--shape", choices=("l110m", "l1b"), default="l1b")
     parser.add_argument("--model", help="measure this checkpoint instead of random weights")
     parser.add_argument("--what", nargs="+", choices=("prefill", "decode"), default=("prefill", "decode"))
     parser.add_argument("--pairs", type=int, default=8)
