@@ -65,7 +65,7 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
 
 @main.command()
 @click.argument("name", metavar="PEER", type=click.Choice(list(PEERS)))
-@click.option("--shape", default="l110m", show_default=True, help="A named shape or the path of a config.json.")
+@click.option(
     "--shape", default="l110m", show_default=True, help="l110m, l1b, q800m, or the path of a config.json."
 )
 @click.option(
