@@ -103,8 +103,9 @@ class ServeConfig:
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
-        "have the same limit, or the token count of four prompts of maximum length if that is higher.",
+        "Maximum number of objects, arrays and keys in a request body. The number of array elements and "
+        "object members has the same limit or, if that is higher, the number of token ids in 4 prompts of "
+        "max-length (in max-inputs-per-request prompts if the model does not generate text).",
     )
     body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
     max_queue_size: int | None = setting(
@@ -131,7 +132,10 @@ class ServeConfig:
         30.0, _GRACE, "Seconds that running requests have to finish when the server stops."
     )
     unknown_fields: str = setting(
-        "error", one_of("error", "warn"), "Treatment of unknown fields in a request."
+        "error",
+        one_of("error", "warn"),
+        "Treatment of unknown fields in a request: error refuses the request, warn logs and ignores the "
+        "fields.",
     )
     tool_call_parser: str = setting(
         "auto",
@@ -166,7 +170,8 @@ class ServeConfig:
     hosted_tools: str = setting(
         "skip",
         one_of("skip", "refuse"),
-        "Treatment of hosted tools, such as web_search, in the tools of a request; the server has none.",
+        "Treatment of hosted tools, such as web_search, in the tools of a request. The server has no hosted "
+        "tools: skip ignores them, refuse refuses the request.",
     )
     state_dir: str | None = setting(
         None, TEXT, "Folder for state that survives a restart: stored responses, files and batches."
