@@ -3,9 +3,9 @@
     python benchmarks/against_transformers.py        # a Llama with 134 M random parameters in bfloat16
     python benchmarks/against_transformers.py --shape l1b --pairs 3 --json out.json
 
-Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and the prefix cache
-is off. The time to the first token is measured by generating one token in a separate call. There are three
-workloads; decode and prefill run by default:
+Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and Penstock's prefix
+cache is off. The time to the first token is measured in a separate call that generates one token. There are
+three workloads; decode and prefill run by default:
 
     decode     one prompt of 128 tokens, 64 new tokens: tokens/s after the first token
     prefill    one prompt of 1024 tokens: tokens/s
@@ -37,7 +37,7 @@ from penstock import LLM, SamplingParams
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.kernels import cpu
 
-VOCABULARY = SHAPES["l110m"]["vocab_size"]
+VOCAB_SIZE = SHAPES["l110m"]["vocab_size"]
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class Workload:
     prompt_length: int
     num_new_tokens: int
 
-    def tokens_per_second(self, first: float, total: float) -> float:
+    def tokens_per_second(self, one_token_seconds: float, total_seconds: float) -> float:
         """Return the tokens per second that the workload reports.
 
         Args:
-            first: seconds to the first token of all prompts.
-            total: seconds of the whole run.
+            one_token_seconds: duration of a call that generates one token for each prompt.
+            total_seconds: duration of a call that generates ``num_new_tokens`` tokens for each prompt.
         """
         if self.name == "prefill":
-            return self.prompt_length / first
+            return self.prompt_length / one_token_seconds
         if self.name == "decode":
-            return (self.num_new_tokens - 1) / (total - first)
-        return self.num_prompts * self.num_new_tokens / total
+            return (self.num_new_tokens - 1) / (total_seconds - one_token_seconds)
+        return self.num_prompts * self.num_new_tokens / total_seconds
 
 
 WORKLOADS = [
@@ -69,7 +69,7 @@ WORKLOADS = [
     Workload("batch", 32, 256, 64),
 ]
 RunEngine = Callable[[Workload, int], float]
-"""Runs a workload with prompts of this seed. Returns tokens per second."""
+"""(workload, seed of the random prompts) -> tokens per second of one run."""
 
 
 def main() -> None:
@@ -144,14 +144,14 @@ def open_transformers(folder: str) -> RunEngine:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
-    def generate(prompts: list[list[int]], count: int) -> None:
+    def generate(prompts: list[list[int]], num_new_tokens: int) -> None:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                min_new_tokens=count,
+                max_new_tokens=num_new_tokens,
+                min_new_tokens=num_new_tokens,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
@@ -169,8 +169,8 @@ def open_transformers(folder: str) -> RunEngine:
 
 def random_prompts(workload: Workload, seed: int) -> list[list[int]]:
     """Return prompts of random tokens."""
-    size = (workload.num_prompts, workload.prompt_length)
-    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, size)
+    shape = (workload.num_prompts, workload.prompt_length)
+    tokens = np.random.default_rng(seed).integers(3, VOCAB_SIZE, shape)
     return [[int(token) for token in row] for row in tokens]
 
 
@@ -182,7 +182,7 @@ def measure_seconds(action: Callable[[], Any]) -> float:
 
 
 def describe_machine() -> str:
-    """Return the architecture, the numbers of cores and threads, the kernels and the versions in one line."""
+    """Return one line with the CPU architecture, cores, torch threads, CPU kernels and versions."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
         f"kernels {cpu.isa()}, penstock {penstock.__version__}, "

@@ -8,8 +8,8 @@
 ``simulate`` runs a trace through the real router, schedulers and KV caches in virtual time
 (`penstock.bench.simulation`). The durations of model steps come from a file that ``measure`` writes. The
 request rate per worker is ``--load`` times the rate that a worker can serve without a prefix cache. The first
-quarter of the trace is a warm-up and does not count. ``--speed N`` simulates workers that are N times as fast
-as the measured worker.
+quarter of the trace is a warm-up; its requests are not in the results. ``--speed N`` simulates workers that
+are N times as fast as the measured worker.
 
 ``saturate`` measures the CPU time of the real router per decision and per report. ``measure`` needs an idle
 machine."""
@@ -39,8 +39,8 @@ from penstock.config import PipelineConfig
 from penstock.worker.messages import StepResults, TextResult, WorkerStats, report_decoder, report_encoder
 from penstock.worker.results import Generation
 
-COSTS = Path(__file__).with_name("cluster_costs.json")
-WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+COSTS_FILE = Path(__file__).with_name("cluster_costs.json")
+WORKER_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TARGET_RATE = 20_000
 """Decisions per second that one router should reach, without the computation of block digests."""
 _NUM_PREFIXES = 50
@@ -53,8 +53,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("simulate", "saturate", "measure"))
-    parser.add_argument("--costs", type=Path, default=COSTS)
-    parser.add_argument("--workers", nargs="+", type=int, default=WORKERS)
+    parser.add_argument("--costs", type=Path, default=COSTS_FILE)
+    parser.add_argument("--workers", nargs="+", type=int, default=WORKER_COUNTS)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--load", type=float, default=0.9)
     parser.add_argument("--speed", type=float, default=1.0)
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def simulate(options: argparse.Namespace) -> None:
-    """Print one row for each number of workers and routing policy. Writes the reports with ``--json``."""
+    """Print one row per number of workers and routing policy. With ``--json``, also write the reports."""
     costs = ClusterCosts.read(options.costs)
     costs = msgspec.structs.replace(costs, step=costs.step.scaled(options.speed))
     shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
@@ -93,7 +93,7 @@ def simulate(options: argparse.Namespace) -> None:
             begin = time.perf_counter()
             report = Cluster(costs, count, policy).run(trace)
             rows.append(asdict(report) | {"real_seconds": time.perf_counter() - begin})
-            first, latency = report.first_token_time, report.latency
+            first, latency = report.first_token_latency, report.latency
             print(
                 f"{count:7}  {policy:12} {report.requests_per_second:7.1f} {report.tokens_per_second:9,.0f} "
                 f"{first[0]:13.3f} s {first[1]:6.3f} s {latency[0]:8.2f} s {latency[1]:6.2f} s "
@@ -106,7 +106,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def saturate(options: argparse.Namespace) -> None:
-    """Print the decisions per second of one router process, and its CPU load, for each number of workers."""
+    """Print the decisions per second and the CPU load of one router process per number of workers above 1."""
     costs = ClusterCosts.read(options.costs)
     step = costs.step.scaled(options.speed)
     shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
@@ -132,11 +132,13 @@ def saturate(options: argparse.Namespace) -> None:
             f"{count:7}  {known:26,.0f}  {hashing:12,.0f}  {needed:6,.0f}  {load:26.1%}{remark}",
             flush=True,
         )
-    print("\nThe load includes hashing and 50 reports per second of each worker, but not HTTP and text.")
+    print(
+        "\nThe load includes hashing and 50 reports per second of each worker, but not HTTP or tokenization."
+    )
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure the durations of model steps and of routing. Writes and prints the costs."""
+    """Measure the durations of model steps and of routing. Writes the costs to a file and prints them."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
         flat = {"model_path": model, "kv_cache_memory": options.kv_cache_memory, "max_batch_size": 32}
@@ -147,32 +149,37 @@ def measure(options: argparse.Namespace) -> None:
     name = options.model or f"{options.shape} (random weights, {SHAPES[options.shape]['dtype']})"
     measured = {"model": name, "threads": str(options.num_threads or "all"), "machine": describe_machine()}
     measured["date"] = date.today().isoformat()
-    costs = ClusterCosts(measured, limits, step, measure_router(WORKERS))
-    costs.write(options.output or COSTS)
+    costs = ClusterCosts(measured, limits, step, measure_router(WORKER_COUNTS))
+    costs.write(options.output or COSTS_FILE)
     print(msgspec.json.format(msgspec.json.encode(costs)).decode())
 
 
-def measure_router(counts: Sequence[int]) -> RouterCosts:
+def measure_router(worker_counts: Sequence[int]) -> RouterCosts:
     """Return the CPU seconds of the router: per decision with hashing, and per report of a worker."""
-    rows, seconds = [], []
-    for count in sorted({max(2, min(counts)), 32, max(counts)}):  # a router with one worker makes no decision
+    features, seconds = [], []
+    # A router with one worker makes no decision.
+    for count in sorted({max(2, min(worker_counts)), 32, max(worker_counts)}):
         for length in (256, 2048):
             _, rate = measure_decisions(count, _NUM_PREFIXES, length, _NUM_DECISIONS)
-            rows.append([1.0, count, length // 32])
+            features.append([1.0, count, length // 32])
             seconds.append(1 / rate)
-    weights = 1 / np.array(seconds)
-    per_decision = non_negative_least_squares(np.array(rows) * weights[:, None], np.ones(len(rows)))
+    weights = 1 / np.array(seconds)  # minimizes relative errors
+    decision_coefficients = non_negative_least_squares(
+        np.array(features) * weights[:, None], np.ones(len(features))
+    )
     seconds_of_1_result, seconds_of_32_results = measure_report(1), measure_report(32)
     per_result = max(seconds_of_32_results - seconds_of_1_result, 0.0) / 31
     per_report = max(seconds_of_1_result - per_result, 0.0)
-    return RouterCosts(*map(float, per_decision), per_report=per_report, per_result=per_result)
+    return RouterCosts(*map(float, decision_coefficients), per_report=per_report, per_result=per_result)
 
 
-def measure_report(num_results: int, count: int = 2000) -> float:
-    """Return the CPU seconds that the router's process needs to read one report of a worker's step."""
-    names = [f"{number:032x}" for number in range(num_results)]
-    frame = report_encoder()(StepResults(WorkerStats(), results=[TextResult(name, [7]) for name in names]))
-    generations, decode = {name: Generation(name, lambda _: None) for name in names}, report_decoder()
+def measure_report(num_results: int, num_reports: int = 2000) -> float:
+    """Return the CPU seconds to decode and dispatch one report of a worker with ``num_results`` results."""
+    request_ids = [f"{number:032x}" for number in range(num_results)]
+    results = [TextResult(request_id, [7]) for request_id in request_ids]
+    frame = report_encoder()(StepResults(WorkerStats(), results=results))
+    generations = {request_id: Generation(request_id, lambda _: None) for request_id in request_ids}
+    decode = report_decoder()
 
     def read_report() -> None:
         report = decode(frame)
@@ -180,15 +187,15 @@ def measure_report(num_results: int, count: int = 2000) -> float:
         for result in report.results:
             generations[result.request_id].add(result)
 
-    best = float("inf")
+    shortest_seconds = float("inf")
     for _ in range(3):
         begin = time.process_time()
-        for _ in range(count):
+        for _ in range(num_reports):
             read_report()
-        best = min(best, (time.process_time() - begin) / count)
+        shortest_seconds = min(shortest_seconds, (time.process_time() - begin) / num_reports)
         for generation in generations.values():
             generation._results.clear()
-    return best
+    return shortest_seconds
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ package ``snac``, NeuCodec with transformers. Workloads:
 Penstock runs NeuCodec in float32 and in int8.
 
 The real-time factor is the decoding time divided by the duration of the audio. ``cpu`` is the CPU time of all
-threads divided by the duration; other processes affect it less. Both are medians of the rounds.
+threads divided by the duration of the audio. Load from other processes changes ``cpu`` less than the
+real-time factor. Both figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ Decoders = dict[str, Callable[[], object]]
 
 
 def snac_decoders(folder: Path, session: InferenceSession, seconds: float) -> tuple[Decoders, float]:
-    """Return the decoders of SNAC, and the duration of the audio in seconds."""
+    """Return the decoders of SNAC, and the duration of the audio in seconds.
+
+    ``folder`` receives a checkpoint with random weights. ``seconds`` is the requested duration.
+    """
     try:
         from snac import SNAC as Model  # type: ignore[import-not-found]
     except ImportError as error:
@@ -63,7 +67,10 @@ def snac_decoders(folder: Path, session: InferenceSession, seconds: float) -> tu
 
 
 def neucodec_decoders(folder: Path, session: InferenceSession, seconds: float) -> tuple[Decoders, float]:
-    """Return the decoders of NeuCodec, and the duration of the audio in seconds."""
+    """Return the decoders of NeuCodec, and the duration of the audio in seconds.
+
+    ``folder`` receives a checkpoint with random weights. ``seconds`` is the requested duration.
+    """
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)
@@ -80,28 +87,31 @@ def neucodec_decoders(folder: Path, session: InferenceSession, seconds: float) -
     return decoders, len(frames) / 50
 
 
-def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_step: int) -> None:
-    """Decode a stream that grows by ``frames_per_step`` frames at a time."""
+def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_chunk: int) -> None:
+    """Decode a stream that grows by ``frames_per_chunk`` frames at a time."""
     num_decoded = 0
-    # Windows that the previous run decoded would make this run faster than a new stream.
+    # The codec caches decoded windows. A cache filled by the previous run would make this run too fast.
     vars(codec).get("_cache", {}).clear()
-    for num_frames in (*range(frames_per_step, len(frames), frames_per_step), len(frames)):
+    for num_frames in (*range(frames_per_chunk, len(frames), frames_per_chunk), len(frames)):
         ended = num_frames == len(frames)
         num_ready = codec.ready_frames(num_frames, ended=ended)
-        if num_ready > num_decoded and (ended or num_ready - num_decoded >= frames_per_step):
+        if num_ready > num_decoded and (ended or num_ready - num_decoded >= frames_per_chunk):
             codec.decode_chunks([codec.chunk(frames[:num_frames], num_decoded, num_ready, ended=ended)])
             num_decoded = num_ready
 
 
 def measure(decoders: Decoders, duration: float, rounds: int) -> list[dict[str, Any]]:
-    """Run all decoders alternately, once to warm up and then ``rounds`` times. Returns a row for each."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in decoders}
+    """Run all decoders alternately, once to warm up and then ``rounds`` times. Returns one row per decoder.
+
+    ``duration`` is the duration of the audio in seconds.
+    """
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in decoders}  # (wall, CPU) seconds
     for _ in range(rounds + 1):
         for name, decode in decoders.items():
-            begin, cpu = time.perf_counter(), time.process_time()
+            wall_start, cpu_start = time.perf_counter(), time.process_time()
             with torch.inference_mode():
                 decode()
-            times[name].append((time.perf_counter() - begin, time.process_time() - cpu))
+            times[name].append((time.perf_counter() - wall_start, time.process_time() - cpu_start))
     return [
         {
             "work": name,
@@ -113,7 +123,7 @@ def measure(decoders: Decoders, duration: float, rounds: int) -> list[dict[str, 
 
 
 def main() -> None:
-    """Measure the codecs of the command line and print the real-time factors."""
+    """Measure the codecs that the command line selects, and print the real-time factors."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("codecs", nargs="*", default=["snac", "neucodec"], help="snac, neucodec")
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of the audio in seconds")

@@ -35,13 +35,13 @@ MIN_PAIRS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """An operation in the CPU kernels, and in the implementation that they are compared with."""
+    """An operation of the CPU kernels, and the baseline that it is compared with."""
 
     name: str
     ours: Callable[[], object]
     theirs: Callable[[], object]
-    compared_with: str
-    """The printed name of the other implementation."""
+    baseline_name: str
+    """The printed name of the baseline."""
     num_bytes: int = 0
     """Bytes that the operation must read; 0 if no speed is printed."""
     flops: float = 0
@@ -70,7 +70,7 @@ def cases() -> Iterator[Case]:
 
 
 def linear_cases() -> Iterator[Case]:
-    """Yield linear layers, compared with torch on plain and, from 16 rows, oneDNN on packed weights."""
+    """Yield linear layers, compared with `F.linear` and, from 16 rows, with oneDNN on packed weights."""
     ops = _ops()
     for dtype in (torch.bfloat16, torch.float32):
         for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (8192, 2048), (768, 768)):
@@ -79,19 +79,19 @@ def linear_cases() -> Iterator[Case]:
             packed = [ops.pack_linear(weight, str(dtype).removeprefix("torch.")) for weight in weights]
             for rows in (1, 2, 4, 8, 16, 32, 256, 1024):
                 x = torch.randn(rows, inputs, dtype=dtype)
-                for compared_with, theirs in _torch_linears(x, weights):
+                for baseline_name, theirs in _torch_linears(x, weights):
                     yield Case(
                         f"linear {str(dtype).removeprefix('torch.')} {inputs} -> {outputs}, T={rows}",
                         partial(_next_linear, ops, x, cycle(packed)),
                         theirs,
-                        compared_with,
+                        baseline_name,
                         inputs * outputs * dtype.itemsize,
                         2 * inputs * outputs * rows,
                     )
 
 
 def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the name and call of each torch implementation. Each call uses the next of ``weights``."""
+    """Yield (name, function) of each torch baseline. Each call of a function uses the next of ``weights``."""
     plain = cycle(weights)
     yield "F.linear", lambda: F.linear(x, next(plain))
     if torch.backends.mkldnn.is_available() and len(x) >= 16:
@@ -104,47 +104,47 @@ def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Call
 def attention_cases() -> Iterator[Case]:
     """Yield attention over a paged cache.
 
-    The operation is compared with torch on contiguous tensors and with the reference kernels. An int8 cache
-    is compared with a bfloat16 cache.
+    The baselines are torch on contiguous tensors and the reference kernels. For an int8 cache, the baseline
+    is the same kernel with a bfloat16 cache.
     """
     ops, reference = _ops(), ReferenceOps()
     for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (16, 8, 128), (32, 8, 128), (8, 1, 256)):
-        for batch, new_rows, length in (
+        for batch, query_len, context_len in (
             *((1, 1, 128), (1, 1, 512), (1, 1, 4096), (1, 1, 8192), (32, 1, 320)),
             *((1, 1024, 1024), (1, 512, 4096)),
         ):
             for dtype in (torch.bfloat16, torch.float32):
-                kv, offsets, lengths = _paged_cache(batch, new_rows, length, kv_heads, dim, dtype)
-                q = torch.randn(batch * new_rows, heads, dim, dtype=dtype)
-                sizes = f"{heads}/{kv_heads} heads of {dim}, {batch} x {new_rows} of {length}"
-                contiguous = torch.randn(2, batch, kv_heads, length, dim, dtype=dtype)
+                kv, offsets, context_lens = _paged_cache(batch, query_len, context_len, kv_heads, dim, dtype)
+                q = torch.randn(batch * query_len, heads, dim, dtype=dtype)
+                sizes = f"{heads}/{kv_heads} heads of {dim}, {batch} x {query_len} of {context_len}"
+                contiguous = torch.randn(2, batch, kv_heads, context_len, dim, dtype=dtype)
                 yield Case(
                     f"attention {str(dtype).removeprefix('torch.')} {sizes}",
-                    partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
-                    partial(_sdpa, q, contiguous, batch, new_rows, _mask(new_rows, length)),
+                    partial(ops.attention, q, kv, offsets, context_lens, scale=0.125),
+                    partial(_sdpa, q, contiguous, batch, query_len, _mask(query_len, context_len)),
                     "scaled_dot_product_attention on contiguous keys",
-                    2 * batch * length * kv_heads * dim * dtype.itemsize,
-                    4 * batch * heads * dim * new_rows * (length - (new_rows - 1) / 2),
+                    2 * batch * context_len * kv_heads * dim * dtype.itemsize,
+                    4 * batch * heads * dim * query_len * (context_len - (query_len - 1) / 2),
                 )
-        for length in (512, 4096):
+        for context_len in (512, 4096):
             q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
-            bf16_kv, offsets, lengths = _paged_cache(1, 1, length, kv_heads, dim, torch.bfloat16)
+            bf16_kv, offsets, context_lens = _paged_cache(1, 1, context_len, kv_heads, dim, torch.bfloat16)
             scales = torch.full(bf16_kv.cache.shape[:4], 0.02)
             codes = torch.randint_like(bf16_kv.cache, -127, 128, dtype=torch.int8)
             kv = replace(bf16_kv, cache=codes, scales=scales)
             yield Case(
-                f"attention int8 {heads}/{kv_heads} heads of {dim}, 1 x 1 of {length}",
-                partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
-                partial(ops.attention, q, bf16_kv, offsets, lengths, scale=0.125),
+                f"attention int8 {heads}/{kv_heads} heads of {dim}, 1 x 1 of {context_len}",
+                partial(ops.attention, q, kv, offsets, context_lens, scale=0.125),
+                partial(ops.attention, q, bf16_kv, offsets, context_lens, scale=0.125),
                 "the same with a bfloat16 cache",
-                2 * length * kv_heads * dim,
+                2 * context_len * kv_heads * dim,
             )
-        kv, offsets, lengths = _paged_cache(1, 1, 512, kv_heads, dim, torch.bfloat16)
+        kv, offsets, context_lens = _paged_cache(1, 1, 512, kv_heads, dim, torch.bfloat16)
         q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
         yield Case(
             f"attention bfloat16 {heads}/{kv_heads} heads of {dim}, 1 x 1 of 512",
-            partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
-            partial(reference.attention, q, kv, offsets, lengths, scale=0.125),
+            partial(ops.attention, q, kv, offsets, context_lens, scale=0.125),
+            partial(reference.attention, q, kv, offsets, context_lens, scale=0.125),
             "reference",
         )
 
@@ -183,7 +183,7 @@ def sampling_cases() -> Iterator[Case]:
     ops, reference = _ops(), ReferenceOps()
     for count, vocabulary in ((1, 32000), (1, 151936), (32, 32000)):
         logits = 3 * torch.randn(count, vocabulary)
-        for settings, temperature, top_k, top_p in (
+        for settings_name, temperature, top_k, top_p in (
             ("greedy", 0.0, 0, 1.0),
             ("all tokens", 1.0, 0, 1.0),
             ("top_p 0.9", 0.7, 0, 0.9),
@@ -197,7 +197,7 @@ def sampling_cases() -> Iterator[Case]:
                 torch.rand(count, dtype=torch.float64),
             )
             yield Case(
-                f"sample {count} x {vocabulary}, {settings}",
+                f"sample {count} x {vocabulary}, {settings_name}",
                 partial(ops.sample, logits, inputs),
                 partial(reference.sample, logits, inputs),
                 "reference",
@@ -212,36 +212,39 @@ def _ops() -> CpuOps:
 
 
 def _paged_cache(
-    batch: int, new_rows: int, length: int, kv_heads: int, dim: int, dtype: torch.dtype
+    batch: int, query_len: int, context_len: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[LayerKV, Tensor, Tensor]:
-    """Return a layer of a random KV cache (blocks of 32 tokens), and the offsets and lengths of a batch."""
-    blocks = -(-length // 32)
+    """Return one layer of a random paged KV cache, and the query offsets and context lengths of a batch.
+
+    A block has 32 tokens.
+    """
+    blocks = -(-context_len // 32)
     cache = torch.randn(2, batch * blocks + 1, kv_heads, 32, dim, dtype=dtype)
     tables = (torch.randperm(batch * blocks) + 1).view(batch, blocks).int()
-    positions = torch.arange(length - new_rows, length)
+    positions = torch.arange(context_len - query_len, context_len)
     slots = tables[:, positions // 32].long() * 32 + positions % 32
-    offsets = torch.arange(0, batch * new_rows + 1, new_rows).int()
-    return LayerKV(cache, tables, slots.flatten()), offsets, torch.full((batch,), length).int()
+    offsets = torch.arange(0, batch * query_len + 1, query_len).int()
+    return LayerKV(cache, tables, slots.flatten()), offsets, torch.full((batch,), context_len).int()
 
 
 def _next_linear(ops: CpuOps, x: Tensor, weights: Iterator[PackedLinear]) -> Tensor:
     return ops.linear(x, next(weights))
 
 
-def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int, mask: Tensor | None) -> Tensor:
-    keys, values = pairs
-    queries = q.view(batch, new_rows, *q.shape[1:]).transpose(1, 2)
+def _sdpa(q: Tensor, keys_and_values: Tensor, batch: int, query_len: int, mask: Tensor | None) -> Tensor:
+    keys, values = keys_and_values
+    queries = q.view(batch, query_len, *q.shape[1:]).transpose(1, 2)
     options: dict[str, Any] = {"scale": 0.125, "enable_gqa": queries.shape[1] != keys.shape[1]}
     if mask is None:
-        return F.scaled_dot_product_attention(queries, keys, values, is_causal=new_rows > 1, **options)
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=query_len > 1, **options)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
 
 
-def _mask(new_rows: int, length: int) -> Tensor | None:  # [new_rows, length]
-    """Return the mask of the last ``new_rows`` positions, or None if ``_sdpa`` needs no mask tensor."""
-    if new_rows in (1, length):
+def _mask(query_len: int, context_len: int) -> Tensor | None:  # [query_len, context_len]
+    """Return the causal mask of the last ``query_len`` positions, or None if ``_sdpa`` needs no mask."""
+    if query_len in (1, context_len):
         return None
-    return torch.ones(new_rows, length, dtype=torch.bool).tril(length - new_rows)
+    return torch.ones(query_len, context_len, dtype=torch.bool).tril(context_len - query_len)
 
 
 def _measure_and_print(case: Case) -> None:
@@ -261,7 +264,7 @@ def _measure_and_print(case: Case) -> None:
         speed = f"{case.num_bytes / ours / 1e9:.1f} GB/s"
     print(
         f"{case.name:44} {1e6 * ours:8.1f}us {1e6 * theirs:8.1f}us {ratio:6.2f} {speed:>14}  "
-        f"{case.compared_with}",
+        f"{case.baseline_name}",
         flush=True,
     )
 

@@ -1,10 +1,10 @@
-"""The engines that `benchmarks/embeddings.py` compares. Each runs in the Python of its virtual environment.
+"""The engines that `benchmarks/embeddings.py` compares. Each engine can have its own Python interpreter.
 
 An engine returns the embeddings of a list of texts. An embedding is the mean of the hidden states, normalized
 to length 1. Each engine has the settings that its documentation recommends for a CPU:
 
-- ONNX Runtime and OpenVINO: the texts are sorted by length and run in batches of 32. The texts of a
-  batch are padded to the length of the longest text.
+- ONNX Runtime and OpenVINO: the texts are sorted by their number of characters and run in batches of 32. The
+  texts of a batch are padded to the length of its longest text.
 - OpenVINO int8: NNCF quantizes the float32 ONNX model with the activation statistics of 300 texts. A single
   text runs with the hint LATENCY. A list runs with the hint THROUGHPUT in an asynchronous queue.
 - llama.cpp: one batch of 2048 tokens holds several texts. The model is a GGUF file, for example in Q8_0.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from embedding_texts import make_texts, make_texts_of_all_scripts
+from embedding_texts import make_texts, make_texts_of_all_kinds
 
 MAX_TOKENS = 256
 BATCH_SIZE = 32
@@ -32,7 +32,7 @@ Embed = Callable[[Sequence[str]], np.ndarray]
 
 
 def penstock_engine(model: str, encoding: str) -> Embed:
-    """Return the function of Penstock, with weights in ``encoding``."""
+    """Return the `Embed` function of Penstock, with weights in ``encoding``."""
     from penstock import LLM
 
     llm = LLM(model, quantization_encoding=encoding)
@@ -40,7 +40,7 @@ def penstock_engine(model: str, encoding: str) -> Embed:
 
 
 def sentence_transformers_engine(model: str, _: str) -> Embed:
-    """Return the function of sentence-transformers, which runs batches of 32 texts."""
+    """Return the `Embed` function of sentence-transformers, which runs batches of 32 texts."""
     from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
     loaded = SentenceTransformer(model, device="cpu")
@@ -48,9 +48,9 @@ def sentence_transformers_engine(model: str, _: str) -> Embed:
 
 
 def onnx_engine(model: str, path: str) -> Embed:
-    """Return the function of ONNX Runtime.
+    """Return the `Embed` function of ONNX Runtime.
 
-    This function computes the mean, because the exported model has no pooling.
+    The `Embed` function computes the mean of the hidden states, because the exported model has no pooling.
     """
     import onnxruntime  # type: ignore[import-not-found]
 
@@ -69,7 +69,10 @@ def onnx_engine(model: str, path: str) -> Embed:
 
 
 def onnx_int8_engine(model: str, path: str) -> Embed:
-    """Return the function of ONNX Runtime, with dynamic int8 quantization per channel of a float32 model."""
+    """Return the `Embed` function of ONNX Runtime with dynamic int8 quantization per channel.
+
+    Quantizes the float32 model at ``path`` and writes the result next to it, unless this result exists.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     target = Path(path).with_name(f"{Path(path).stem}-int8.onnx")
@@ -79,7 +82,7 @@ def onnx_int8_engine(model: str, path: str) -> Embed:
 
 
 def openvino_engine(model: str, path: str) -> Embed:
-    """Return the function of OpenVINO. A float32 ONNX model is quantized to int8."""
+    """Return the `Embed` function of OpenVINO. A float32 ONNX model is quantized to int8."""
     import openvino  # type: ignore[import-not-found]
 
     core = openvino.Core()
@@ -111,24 +114,24 @@ def openvino_engine(model: str, path: str) -> Embed:
 
 
 def _quantized(core: Any, path: str, encode: Callable[[Sequence[str]], Mapping[str, np.ndarray]]) -> Any:
-    """Return the int8 form of an ONNX model.
+    """Return an ONNX model that is quantized to int8 and converted to OpenVINO.
 
-    Reads it from the folder of the model, or quantizes and writes it.
+    Quantizes the model and writes the result next to the ONNX file, unless this result exists.
     """
-    target = Path(path).with_name(f"{Path(path).stem}-openvino-int8.xml")
-    if not target.is_file():
+    quantized_file = Path(path).with_name(f"{Path(path).stem}-openvino-int8.xml")
+    if not quantized_file.is_file():
         import nncf  # type: ignore[import-not-found]
         import openvino
 
         samples = [encode([text]) for text in make_texts(300, 4, 128, 3)]
         float_model = core.read_model(path)
         model = nncf.quantize(float_model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER)
-        openvino.save_model(model, target)
-    return core.read_model(target)
+        openvino.save_model(model, quantized_file)
+    return core.read_model(quantized_file)
 
 
 def llama_cpp_engine(_: str, path: str) -> Embed:
-    """Return the function of llama.cpp through llama-cpp-python, for a GGUF file."""
+    """Return the `Embed` function of llama.cpp through llama-cpp-python, for a GGUF file."""
     import llama_cpp  # type: ignore[import-not-found]
 
     loaded = llama_cpp.Llama(
@@ -167,7 +170,7 @@ def num_threads() -> int:
 def padding_tokenizer(model: str) -> Callable[[Sequence[str]], Mapping[str, np.ndarray]]:
     """Return a function that converts texts to the inputs of an exported BERT.
 
-    The function pads all texts to the length of the longest text.
+    The function pads the texts of a call to the length of the longest text.
     """
     from tokenizers import Tokenizer
 
@@ -185,7 +188,7 @@ def padding_tokenizer(model: str) -> Callable[[Sequence[str]], Mapping[str, np.n
 
 
 def batches_by_length(texts: Sequence[str]) -> list[list[int]]:
-    """Return the indices of the texts in batches of 32, shortest texts first."""
+    """Return the indices of the texts in batches of 32, texts with the fewest characters first."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     return [order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)]
 
@@ -197,15 +200,17 @@ def mean_embeddings(hidden: np.ndarray, feed: Mapping[str, np.ndarray]) -> np.nd
     return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
 
 
-def restore_text_order(batches: Sequence[Sequence[int]], embeddings: Any, count: int) -> np.ndarray:  # [n, E]
+def restore_text_order(
+    batches: Sequence[Sequence[int]], embeddings: Any, num_texts: int
+) -> np.ndarray:  # [n, E]
     """Return the embeddings of all batches in the order of the texts.
 
     Args:
         batches: for each batch, the indices of its texts.
         embeddings: for each batch, the embeddings of its texts.
-        count: the number of texts.
+        num_texts: the number of texts.
     """
-    ordered: list[Any] = [None] * count
+    ordered: list[Any] = [None] * num_texts
     for indices, rows in zip(batches, embeddings, strict=True):
         for i, row in zip(indices, rows, strict=True):
             ordered[i] = row
@@ -253,6 +258,11 @@ def serve(model: str, engine: str, option: str) -> None:
 
     Prints an empty JSON object when the engine is loaded, and then the result of each workload as one line of
     JSON. If a package is missing, prints an object with ``skipped`` and returns.
+
+    Args:
+        model: the folder of the checkpoint.
+        engine: a key of `ENGINES`.
+        option: the encoding of Penstock, or the file that another engine loads.
     """
     try:
         embed = ENGINES[engine](model, option)
@@ -262,7 +272,7 @@ def serve(model: str, engine: str, option: str) -> None:
     texts = {
         "mixed": make_texts(256, 8, MAX_TOKENS, 1),
         "short": make_texts(512, 4, 12, 2),
-        "vectors": make_texts_of_all_scripts(500, 7),
+        "vectors": make_texts_of_all_kinds(500, 7),
     }
     embed(texts["mixed"][:32])
     for _ in range(3):

@@ -8,7 +8,7 @@ WORDS = (
     "the a of to and in that it is was for on with as by at from this be have water time people house year "
     "small large river city night light music paper book train garden winter question answer machine number"
 ).split()
-SCRIPTS = {
+WORDS_BY_TEXT_KIND = {
     "Latin": (
         "the of water night music paper book train garden winter question answer machine number river city "
         "light house people year search engine database vector semantic retrieval python kernel memory"
@@ -31,34 +31,35 @@ SCRIPTS = {
     ),
     "signs": "! ? . , ; : - … « » “ ” € £ © ® 😀 🚀 ❤️ 🇩🇪 ½ √ ∞ ∑",
 }
-"""Kind of text (a script, a language, numbers, code or signs) -> words, separated by spaces."""
-LENGTHS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Numbers of words in the texts of `make_texts_of_all_scripts`."""
+"""Kind of text (a script, a language, numbers, code or signs) -> its words, separated by spaces."""
+NUMBERS_OF_WORDS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
+"""Numbers of words in the texts of `make_texts_of_all_kinds`."""
 
 
-def make_texts(count: int, shortest: int, longest: int, seed: int) -> list[str]:
-    """Return ``count`` random English texts of ``shortest`` to ``longest`` tokens.
+def make_texts(num_texts: int, shortest: int, longest: int, seed: int) -> list[str]:
+    """Return ``num_texts`` random English texts of ``shortest`` to ``longest`` tokens.
 
     The lengths are uniformly distributed and include the two special tokens. A word is about one token.
     """
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(num_texts)]
 
 
-def make_texts_of_all_scripts(count: int, seed: int) -> list[str]:
-    """Return random texts whose lengths are `LENGTHS` in turn.
+def make_texts_of_all_kinds(num_texts: int, seed: int) -> list[str]:
+    """Return random texts whose lengths are `NUMBERS_OF_WORDS` in turn.
 
-    Every fifth text mixes words of all `SCRIPTS`; each other text has words of one of them.
+    Every fifth text mixes words of all kinds of `WORDS_BY_TEXT_KIND`. The four texts before it have words of
+    one kind each.
     """
     rng = random.Random(seed)
-    script_words = [words.split() for words in SCRIPTS.values()]
+    words_by_kind = [words.split() for words in WORDS_BY_TEXT_KIND.values()]
     texts = []
-    for i in range(count):
-        length = LENGTHS[i % len(LENGTHS)]
-        own_words = script_words[(i // len(LENGTHS) + i) % len(script_words)]
+    for i in range(num_texts):
+        num_words = NUMBERS_OF_WORDS[i % len(NUMBERS_OF_WORDS)]
+        words_of_one_kind = words_by_kind[(i // len(NUMBERS_OF_WORDS) + i) % len(words_by_kind)]
         if i % 5 == 4:
-            words = [rng.choice(rng.choice(script_words)) for _ in range(length)]
+            words = [rng.choice(rng.choice(words_by_kind)) for _ in range(num_words)]
         else:
-            words = rng.choices(own_words, k=length)
+            words = rng.choices(words_of_one_kind, k=num_words)
         texts.append(" ".join(words))
     return texts

@@ -7,7 +7,7 @@
 
 Each engine runs in a separate process, which is idle while another engine runs. ``--python`` sets the Python
 interpreter of an engine. An engine is skipped if this interpreter lacks its package. A round runs every
-engine once. The result is the median of the rounds. Workloads:
+workload once on every engine. Each figure of a workload is the median of the rounds. Workloads:
 
 - ``mixed``: one list of 256 texts of 8 to 256 tokens; texts per second.
 - ``short``: one list of 512 queries of 4 to 12 tokens; texts per second.
@@ -72,10 +72,10 @@ class Engine:
         self.skipped: str | None = self._read().get("skipped")
         """The reason why the engine cannot run; None if it is ready."""
 
-    def run(self, name: str) -> Any:
+    def run(self, workload: str) -> Any:
         """Run a workload and return its result, as `embedding_engines.run_workload` describes it."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.write(f"{workload}\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -88,7 +88,10 @@ class Engine:
     def _read(self) -> Any:
         """Return the next JSON line of the engine.
 
-        Other lines, which libraries print, go to standard error.
+        Lines that are not JSON, which libraries print, go to standard error.
+
+        Raises:
+            SystemExit: the engine ended.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -118,7 +121,7 @@ def parse_interpreter_paths(arguments: Sequence[str]) -> dict[str, str]:
     """Return engine -> path of its interpreter, from the values ``ENGINE=PATH`` of ``--python``.
 
     Raises:
-        SystemExit: a value has another form, or the engine does not exist.
+        SystemExit: a value does not have the form ``ENGINE=PATH``, or the engine is not one of `PEERS`.
     """
     paths = {}
     for argument in arguments:
@@ -140,7 +143,7 @@ def compare(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[
 
 
 def main() -> None:
-    """Run the engines of the command line and print a table."""
+    """Run the engines that the command line selects, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--model", required=True, help="folder of a model in the layout of sentence-transformers"

@@ -6,11 +6,12 @@
     PENSTOCK_ISA=avx2 python benchmarks/encodings.py --only speed --shape l110m
 
 Quality is measured on a trained model. The texts are sampled from the model in float32; ``--text-file`` adds
-the text of a file. Speed is measured on random weights. Runs alternate between the encoding and a baseline:
-int4, or int8 if the encoding has more than 5 bits per weight, without scales. Both models stay loaded.
+the text of a file. Speed is measured on random weights. Runs alternate between the encoding and a baseline.
+The baseline is int4, or int8 if the encoding has more than 5 bits per weight (scales not counted). Both
+models stay loaded.
 
-Some encodings exist only in checkpoint formats. Their weights are rounded to the nearest value
-(`penstock.bench.stored_encodings`). A calibrated checkpoint has the same speed and a different perplexity.
+Some encodings exist only in checkpoint formats. For these encodings, `penstock.bench.stored_encodings` rounds
+the weights to the nearest value. A calibrated checkpoint has the same speed and a different perplexity.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from against_transformers import describe_machine
-from quality import LENGTH, first_token, open_model, read_texts
+from quality import TEXT_LENGTH, open_model, read_texts, start_token
 
 from penstock.bench.quality import compare_all, sample_texts
 from penstock.bench.random_weights import shape_config, write_random_checkpoint
@@ -61,7 +62,7 @@ class Row:
 
 
 def main() -> None:
-    """Measure the encodings of the command line and print a table."""
+    """Measure the encodings that the command line selects, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,7 +107,7 @@ def measure_quality(
     rows: Sequence[Row],
     model: str,
     folder: Path,
-    tokens: int,
+    num_tokens: int,
     text_file: Path | None,
     threads: int | None,
 ) -> None:
@@ -116,14 +117,14 @@ def measure_quality(
     """
     checkpoint = resolve_checkpoint(model, "main", None)
     with ExitStack() as stack:
-        exact = stack.enter_context(open_model(model, "float32", threads=threads, devices="cpu"))
-        length = min(LENGTH, exact.pipeline.memory_plan.max_length)
-        count = -(-tokens // length)
-        texts = {"its own": sample_texts(exact, first_token(exact), count=count, length=length)}
+        float32_llm = stack.enter_context(open_model(model, "float32", threads=threads, devices="cpu"))
+        length = min(TEXT_LENGTH, float32_llm.pipeline.memory_plan.max_length)
+        count = -(-num_tokens // length)
+        texts = {"sampled": sample_texts(float32_llm, start_token(float32_llm), count=count, length=length)}
         if text_file is not None:
-            texts[text_file.name] = read_texts(exact, text_file, tokens, length)
+            texts[text_file.name] = read_texts(float32_llm, text_file, num_tokens, length)
         models = {
-            "float32": exact,
+            "float32": float32_llm,
             REFERENCE: stack.enter_context(open_model(model, REFERENCE, threads=threads, devices="cpu")),
         }
         for row in rows:
@@ -136,14 +137,14 @@ def measure_quality(
                 llm = open_model(str(stored), None, threads=threads, devices="cpu")
             models[row.encoding] = stack.enter_context(llm)
         for name, token_lists in texts.items():
-            compared = compare_all(models, token_lists, ("float32",))
-            qualities = {key: by_reference["float32"] for key, by_reference in compared.items()}
-            base = qualities[REFERENCE].perplexity
+            comparisons = compare_all(models, token_lists, ("float32",))
+            qualities = {encoding: by_reference["float32"] for encoding, by_reference in comparisons.items()}
+            reference_perplexity = qualities[REFERENCE].perplexity
             for row in rows:
                 quality = qualities[row.encoding]
                 row.quality[name] = {
                     "perplexity": quality.perplexity,
-                    "relative": quality.perplexity / base,
+                    "relative": quality.perplexity / reference_perplexity,
                     "divergence": quality.divergence,
                     "agreement": quality.agreement,
                 }
@@ -206,15 +207,15 @@ def open_bench(
 
 def speed_line(row: Row) -> str:
     """Return the printed line with the speeds of a row."""
-    parts = [f"{row.encoding:9}"]
+    columns = [f"{row.encoding:9}"]
     for workload, speeds in row.speeds.items():
         ratios = sorted(row.ratios[workload])
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        parts.append(
+        columns.append(
             f"{workload} {statistics.median(speeds):.4g} tokens/s, {statistics.median(ratios):.2f} of "
             f"{row.baseline} ({spread})"
         )
-    return "  ".join(parts)
+    return "  ".join(columns)
 
 
 def print_table(rows: Sequence[Row]) -> None:

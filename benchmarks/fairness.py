@@ -1,12 +1,12 @@
-"""Measure the time to first token of short requests, with and without a client that requests many choices.
+"""Measure the time to first token of short requests, with and without another client's many choices.
 
     python benchmarks/fairness.py
     python benchmarks/fairness.py --model MODEL --choices 32
 
 Starts a server with the model. The first client sends requests with ``--choices`` choices one after another.
 The second client streams short requests with a pause of 0.03 s between them. Prints the second client's time
-to first token (median and p90), with and without the first client. Also prints the
-ratio of the medians, and the first client's tokens per second.
+to first token (median and p90) with and without the first client, the ratio of the medians, and the first
+client's tokens per second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import httpx
 
 _PAUSE = 0.03
-"""Seconds between two short requests of a client."""
+"""Seconds between the end of a short request and the start of the client's next request."""
 
 
 @contextmanager
@@ -52,38 +52,38 @@ async def time_to_first_token(client: httpx.AsyncClient, number: int) -> float:
     """Send a short request and return the seconds to its first token. ``number`` changes the prompt."""
     body = {"prompt": f"story {number} of the sea", "max_tokens": 4, "stream": True, "ignore_eos": True}
     start = time.perf_counter()
-    first = None
+    first_token_seconds = None
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if first is None and line.startswith("data:"):
-                first = time.perf_counter() - start
-    assert first is not None
-    return first
+            if first_token_seconds is None and line.startswith("data:"):
+                first_token_seconds = time.perf_counter() - start
+    assert first_token_seconds is not None
+    return first_token_seconds
 
 
-async def times_to_first_token(client: httpx.AsyncClient, begin: int, count: int) -> list[float]:
+async def times_to_first_token(client: httpx.AsyncClient, first_number: int, count: int) -> list[float]:
     """Send ``count`` short requests one after another and return the seconds to the first token of each."""
     seconds = []
-    for number in range(begin, begin + count):
+    for number in range(first_number, first_number + count):
         seconds.append(await time_to_first_token(client, number))
         await asyncio.sleep(_PAUSE)
     return seconds
 
 
-async def send_many_choices(client: httpx.AsyncClient, choices: int, counts: list[int]) -> None:
+async def send_many_choices(client: httpx.AsyncClient, num_choices: int, token_counts: list[int]) -> None:
     """Send requests with many choices one after another, until the task is cancelled.
 
-    Appends the number of generated tokens of each request to ``counts``.
+    Appends the number of generated tokens of each request to ``token_counts``.
     """
-    body = {"prompt": "Once upon a time", "n": choices, "max_tokens": 300, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "n": num_choices, "max_tokens": 300, "ignore_eos": True}
     while True:
         response = await client.post("/v1/completions", json=body)
         response.raise_for_status()
-        counts.append(response.json()["usage"]["completion_tokens"])
+        token_counts.append(response.json()["usage"]["completion_tokens"])
 
 
-async def measure(url: str, choices: int, requests: int) -> None:
+async def measure(url: str, num_choices: int, num_requests: int) -> None:
     """Measure the second client without and with requests of the first client, and print both times."""
     async with (
         httpx.AsyncClient(base_url=url, timeout=600.0) as first_client,
@@ -92,18 +92,18 @@ async def measure(url: str, choices: int, requests: int) -> None:
         while (await second_client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.1)
         await times_to_first_token(second_client, 0, 5)
-        times_alone = await times_to_first_token(second_client, 100, requests)
+        times_alone = await times_to_first_token(second_client, 100, num_requests)
         counts: list[int] = []
-        task = asyncio.create_task(send_many_choices(first_client, choices, counts))
+        task = asyncio.create_task(send_many_choices(first_client, num_choices, counts))
         start = time.perf_counter()
         await asyncio.sleep(1.5)
-        times_with_choices = await times_to_first_token(second_client, 10_000, requests)
+        times_with_choices = await times_to_first_token(second_client, 10_000, num_requests)
         while not counts and not task.done():
             await asyncio.sleep(0.1)
         speed = sum(counts) / (time.perf_counter() - start)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    for name, seconds in (("alone", times_alone), (f"with {choices} choices", times_with_choices)):
+    for name, seconds in (("alone", times_alone), (f"with {num_choices} choices", times_with_choices)):
         p90 = statistics.quantiles(seconds, n=10)[-1]
         print(f"{name}: median {statistics.median(seconds) * 1e3:.1f} ms, p90 {p90 * 1e3:.1f} ms")
     ratio = statistics.median(times_with_choices) / statistics.median(times_alone)

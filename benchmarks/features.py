@@ -9,7 +9,7 @@ sampling is greedy, end of sequence is ignored, and the prefix cache is off.
 
     sampling       temperature, top-p, three penalties, a logit bias
     logprobs       log probabilities of each generated token and of five alternatives
-    echo           the same, and log probabilities of the prompt tokens and of their alternatives
+    echo           like logprobs, plus log probabilities of the prompt tokens and of five alternatives
     grammar        a JSON schema: an array of at least 10,000 integers, so that no answer ends early
     lora           each prompt uses one of four adapters of rank 16 on all linear layers
     n              four answers per prompt, compared with four times as many prompts;
@@ -19,8 +19,7 @@ sampling is greedy, end of sequence is ignored, and the prefix cache is off.
     steps          several decode steps per scheduler call (the default), compared with one step per call
 
 The cost is the time with the feature divided by the time without it: 1.00 means no cost. The cost is printed
-as the median of the pairs, with the lowest and highest value.
-The machine should be idle.
+as the median of the pairs, with the lowest and highest value. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import VOCABULARY, describe_machine, measure_seconds
+from against_transformers import VOCAB_SIZE, describe_machine, measure_seconds
 from safetensors.numpy import save_file
 
 from penstock import LLM, SamplingParams
@@ -128,7 +127,7 @@ def compare(name: str, source: ModelSource, batch: int, num_pairs: int) -> dict[
 
 def random_prompts(batch: int, seed: int) -> list[list[int]]:
     """Return prompts of random tokens."""
-    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (batch, PROMPT_LENGTH))
+    tokens = np.random.default_rng(seed).integers(3, VOCAB_SIZE, (batch, PROMPT_LENGTH))
     return [[int(token) for token in row] for row in tokens]
 
 
@@ -219,7 +218,7 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
     (path / "adapter_config.json").write_text(json.dumps(config))
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    sizes = {
+    in_out_features = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (hidden, kv),
         "self_attn.v_proj": (hidden, kv),
@@ -230,7 +229,7 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
     }
     random, tensors = np.random.default_rng(seed), {}
     for layer in range(shape["num_hidden_layers"]):
-        for linear, (num_inputs, num_outputs) in sizes.items():
+        for linear, (num_inputs, num_outputs) in in_out_features.items():
             key = f"base_model.model.model.layers.{layer}.{linear}"
             tensors[f"{key}.lora_A.weight"] = random.standard_normal((LORA_RANK, num_inputs), np.float32)
             tensors[f"{key}.lora_B.weight"] = 0.01 * random.standard_normal(
@@ -248,7 +247,7 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"t{number}" for number in range(VOCABULARY - len(letters))]
+    words = [f"t{number}" for number in range(VOCAB_SIZE - len(letters))]
     tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate([*letters, *words])}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -268,7 +267,7 @@ FEATURES: dict[str, Callable[[ModelSource, int], tuple[Run, Run]]] = {
     ),
     "logprobs": runs_with_options(logprobs=5),
     "echo": runs_with_options(logprobs=5, prompt_logprobs=5),
-    "grammar": runs_with_options({"stop_token_ids": [VOCABULARY - 1]}, grammar=ARRAY_GRAMMAR),
+    "grammar": runs_with_options({"stop_token_ids": [VOCAB_SIZE - 1]}, grammar=ARRAY_GRAMMAR),
     "lora": lora_runs,
     "n": several_answers_runs,
     "beams": beam_search_runs,

@@ -14,7 +14,7 @@ Each workload prints one line of JSON. A decode step must read the weights of al
 and the cached keys and values. The bandwidth limit is the time to read these bytes at the copy bandwidth,
 which the script measures in the same run. Prefill is compared with the FLOP/s of a product of two 8192 x 8192
 matrices in bf16, also measured in the same run. `target` is the figure to reach, and `reached` whether it was
-reached. With --folder the weights are written to that folder once and reused.
+reached. With --folder, the weights are written to this folder once, and later runs reuse them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def main() -> None:
 
 
 def print_report(arguments: argparse.Namespace, work: str, report: dict[str, Any]) -> None:
-    """Print a report and its target as one line of JSON."""
+    """Print a report as one line of JSON.
+
+    Adds the target of `TARGETS` if weights and KV cache are bfloat16 and steps are overlapped.
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     header = {
         "work": work,
@@ -130,7 +133,8 @@ def rank_devices(arguments: argparse.Namespace) -> str:
 def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Decode at batch 1.
 
-    Returns the ms per token, and the speed divided by the bandwidth limit (``share``).
+    Returns the ms per token, the ms per token at the bandwidth limit (``limit_ms``), and ``limit_ms`` divided
+    by the ms per token (``share``).
     """
     prompt, count = prompts(shape, 1, 128)[0], 256
     generate(llm, [prompt], 16)  # captures the graph
@@ -145,7 +149,8 @@ def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: floa
 def measure_prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: float) -> dict[str, Any]:
     """Run 4 prompts of 2000 tokens.
 
-    Returns tokens/s, and the FLOP/s divided by the FLOP/s of a large product (``share``).
+    Returns tokens/s, TFLOP/s, the TFLOP/s of a large product (``rate``), and TFLOP/s divided by ``rate``
+    (``share``).
     """
     warm_up_prompt = prompts(shape, 1, 2000)
     generate(llm, warm_up_prompt, 1)
@@ -157,14 +162,15 @@ def measure_prefill(llm: LLM, shape: dict[str, int], _requests: int, _begin: flo
             "share": flops / seconds / rate}  # fmt: skip
 
 
-def measure_load(llm: LLM, shape: dict[str, int], requests: int, _begin: float) -> dict[str, Any]:
+def measure_load(llm: LLM, shape: dict[str, int], num_requests: int, _begin: float) -> dict[str, Any]:
     """Run many requests at once, with 512 input and 128 output tokens each. Returns output tokens/s."""
     for seed in (1, 2, 3):  # warm-up: compiles kernels and captures graphs of all batch sizes
-        generate(llm, prompts(shape, requests, 512, seed), 128)
+        generate(llm, prompts(shape, num_requests, 512, seed), 128)
     seconds = min(
-        measure_seconds(partial(generate, llm, prompts(shape, requests, 512, seed), 128)) for seed in (4, 5)
+        measure_seconds(partial(generate, llm, prompts(shape, num_requests, 512, seed), 128))
+        for seed in (4, 5)
     )
-    return {"requests": requests, "output_tokens_per_s": requests * 128 / seconds}
+    return {"requests": num_requests, "output_tokens_per_s": num_requests * 128 / seconds}
 
 
 def measure_start(llm: LLM, shape: dict[str, int], _requests: int, begin: float) -> dict[str, Any]:
@@ -181,7 +187,7 @@ def measure_start(llm: LLM, shape: dict[str, int], _requests: int, begin: float)
 
 
 def measure_mixed(
-    minutes: float, llm: LLM, shape: dict[str, int], requests: int, _begin: float
+    minutes: float, llm: LLM, shape: dict[str, int], num_requests: int, _begin: float
 ) -> dict[str, Any]:
     """Run rounds of mixed requests and return how much memory grew after the first quarter of the rounds.
 
@@ -198,7 +204,7 @@ def measure_mixed(
     num_tokens = 0
     while time.perf_counter() < end or len(memory) < 4:
         batch, params = [], []
-        for _ in range(min(requests, 96)):
+        for _ in range(min(num_requests, 96)):
             tokens = [
                 random.randrange(shape["vocab_size"]) for _ in range(random.choice([1, 7, 60, 400, 1200]))
             ]
@@ -243,7 +249,7 @@ def reserved_bytes() -> int:
 
 
 def used_bytes() -> int:
-    """Return the bytes of the device that are in use."""
+    """Return the bytes of device memory that all processes use."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -293,29 +299,31 @@ TARGETS = {
 """(workload, shape) -> (name of a figure, its target on an H100 or H200, whether the target is a minimum)."""
 
 
-def generate(llm: LLM, batch: list[list[int]], count: int) -> None:
-    """Generate exactly ``count`` tokens for each prompt."""
-    outputs = llm.generate(batch, SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=0))
-    assert all(len(output.token_ids) == count for output in outputs)
+def generate(llm: LLM, prompts_of_batch: list[list[int]], num_new_tokens: int) -> None:
+    """Generate exactly ``num_new_tokens`` tokens for each prompt."""
+    outputs = llm.generate(
+        prompts_of_batch, SamplingParams(max_new_tokens=num_new_tokens, ignore_eos=True, temperature=0)
+    )
+    assert all(len(output.token_ids) == num_new_tokens for output in outputs)
 
 
-def prompts(shape: dict[str, int], count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Return prompts of random tokens. They share no prefix."""
+def prompts(shape: dict[str, int], num_prompts: int, prompt_length: int, seed: int = 0) -> list[list[int]]:
+    """Return prompts of random tokens, which share no prefix."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[list[int]] = torch.randint(
-        0, shape["vocab_size"], (count, length), generator=generator
+        0, shape["vocab_size"], (num_prompts, prompt_length), generator=generator
     ).tolist()
     return tokens
 
 
-def bytes_per_step(llm: LLM, shape: dict[str, int], length: int) -> float:
-    """Return the bytes that a decode step with ``length`` cached tokens reads: weights, LM head, KV cache."""
+def bytes_per_step(llm: LLM, shape: dict[str, int], context_length: int) -> float:
+    """Return the bytes that a decode step reads: weights, LM head, and ``context_length`` cached tokens."""
     head_size = (shape["vocab_size"], shape["hidden_size"])
     encoding = encoding_named(llm.config.model.encoding)
     head_bytes = encoding_named(encoding.for_layer("head", *head_size)).num_bytes(*head_size)
     spec = llm.pipeline.model.kv_cache_spec
     assert isinstance(spec, KVCacheSpec)
-    cache_bytes = sum(spec.bytes_per_block(1)) * length
+    cache_bytes = sum(spec.bytes_per_block(1)) * context_length
     return num_weights(shape) * encoding.bits_per_weight / 8 + head_bytes + cache_bytes
 
 
@@ -327,7 +335,7 @@ def num_weights(shape: dict[str, int]) -> int:
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int]) -> None:
-    """Write a Llama checkpoint with random bfloat16 weights and the tokenizer of the demo model."""
+    """Write a Llama checkpoint with random bfloat16 weights, and the demo model's tokenizer if it exists."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (file := Path(penstock.__file__).parent / "demo" / name).is_file():
             shutil.copy(file, folder / name)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs on a GPU, in parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
+# Tests and measurements on a GPU, in parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
 #
-#   new         checks that have not run on a GPU yet: a server, graphs of images and of many shapes, tests of later
-#               commits, two GPUs if the machine has them, and profiles by ncu if it is installed
+#   new         checks that have not run on a GPU yet: a server, CUDA graphs of images and of many batch shapes, tests of
+#               later commits, two GPUs if the machine has them, and profiles by ncu if it is installed
 #   mixed       eight minutes of mixed requests to LLM and to a server: host and device memory each minute
 #   tests       conformance, determinism, graphs and streams, models; `penstock env` and `penstock bench run`
 #   figures     cold start, decode, prefill, 256 requests with and without overlapped steps, transformers; prints each
@@ -101,7 +101,8 @@ quantized)
   tail -n 24 "$out/quality.log"
   ;;
 mixed)
-  # Both commands run at the same time, because each takes eight minutes. The server starts first: it needs little memory.
+  # Both commands run at the same time, because each takes eight minutes. The server starts first, because the server
+  # needs less memory than the other command.
   run 570 server-memory "$python" benchmarks/server_memory.py --minutes 8 --devices "$devices" &
   sleep 25
   measure 530 mixed 0.6b mixed --minutes 7.5

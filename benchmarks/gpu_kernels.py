@@ -26,7 +26,7 @@ LAYER_SIZES = ((2048, 2048), (28672, 4096), (4096, 14336))
 """(outputs, inputs) of an attention projection of a 1B model, and of the MLP layers of an 8B model."""
 ATTENTION_SIZES = ((1, 1, 200), (1, 1, 2000), (1, 1, 32000), (64, 1, 600), (256, 1, 600), (4, 2000, 2000))
 """(sequences, query tokens per sequence, keys per sequence)."""
-VOCABULARY = 151936
+VOCAB_SIZE = 151936
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def measure_sampling(ops: Ops) -> None:
         for name, (temperature, top_k, top_p) in sampling_settings.items():
             cells = [f"{shape:6} {name:23}"]
             for rows in (1, 64, 256):
-                logits = (logit_deviation * torch.randn(rows, VOCABULARY, device="cuda")).bfloat16()
+                logits = (logit_deviation * torch.randn(rows, VOCAB_SIZE, device="cuda")).bfloat16()
                 inputs = SamplingInputs(
                     torch.full((rows,), temperature, device="cuda"),
                     torch.full((rows,), top_k, device="cuda"),

@@ -61,7 +61,7 @@ WORKLOADS: list[tuple[dict[str, Any], Any]] = [
 
 
 def main() -> None:
-    """Measure the back ends of the command line and print the quantiles of each time in ms."""
+    """Measure the back ends that the command line selects, and print the quantiles of each time in ms."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +87,7 @@ def main() -> None:
 def _measure(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of each operation.
 
-    ``compile`` has a number per grammar except the first. ``masks`` and ``forced`` have a number per decode
+    ``compile`` has one value per grammar except the first. ``masks`` and ``forced`` have one value per decode
     step.
     """
     config = StructuredOutputConfig(compile_timeout=600.0, backend=backend)
@@ -120,7 +120,7 @@ class _DocumentReplay:
     Args:
         tokenizer: encodes the document.
         grammars: compiles the JSON schema.
-        index: the index in the batch. It selects the document and the position where the replay starts.
+        index: the index in the batch, which selects the document and the position where the replay starts.
     """
 
     def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, index: int) -> None:
@@ -136,7 +136,7 @@ class _DocumentReplay:
         while not grammars.ready(self.context):
             time.sleep(0.001)
         self._tokens = tokenizer.encode_text(json.dumps(document), add_special_tokens=False).tolist()
-        self._next = 0
+        self._next_index = 0
         for _ in range(3 * (index // len(WORKLOADS))):
             self.step()
 
@@ -144,12 +144,12 @@ class _DocumentReplay:
         """Accept the next token of the document, or reset the matcher at the end of the document."""
         matcher = self.context.matcher
         assert matcher is not None
-        if self._next == len(self._tokens):
+        if self._next_index == len(self._tokens):
             matcher.reset()
-            self._next = 0
+            self._next_index = 0
         else:
-            assert matcher.accept_token(self._tokens[self._next])
-            self._next += 1
+            assert matcher.accept_token(self._tokens[self._next_index])
+            self._next_index += 1
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ The script uses up to three kinds of text:
 - the text of ``--text-file``.
 
 Each encoding is compared with float32 and with bfloat16. The row "4 bits, plain" is the baseline for int4. It
-has bfloat16 activations, and the weights of every linear layer except the LM head are rounded to 4 bits in
-groups of 32, scaled by the largest weight of the group. int4 must be at least as good as this baseline.
+has bfloat16 activations. Its linear weights, except LM head and routers, are rounded to 4 bits in groups of
+32, scaled by the largest magnitude in the group. int4 must be at least as good as this baseline.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ sys.path.append(str(Path(__file__).parent.parent / "tools"))  # the folder of de
 ENCODINGS = ("float32", "bfloat16", "int8", "int4")
 REFERENCES = ("float32", "bfloat16")
 ROUNDED_BASELINE = "4 bits, plain"
-LENGTH = 512
+TEXT_LENGTH = 512
 HELD_OUT_SEED = 1_000_004  # the model card has figures for the documents of this seed
 
 
 def main() -> None:
-    """Measure the models of the command line and print a table for each model and kind of text."""
+    """Measure the models that the command line selects. Prints a table for each model and kind of text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +87,7 @@ def main() -> None:
 
 def measure(
     model: str,
-    tokens: int,
+    num_tokens: int,
     seed: int,
     threads: int | None,
     text_file: Path | None = None,
@@ -101,16 +101,16 @@ def measure(
     """
     open_with = partial(open_model, threads=threads, devices=devices)
     exact = open_with(model, "float32")
-    length = min(LENGTH, exact.pipeline.memory_plan.max_length)
+    length = min(TEXT_LENGTH, exact.pipeline.memory_plan.max_length)
     texts = {
-        "its own": sample_texts(
-            exact, first_token(exact), count=-(-tokens // length), length=length, seed=seed
+        "sampled": sample_texts(
+            exact, start_token(exact), count=-(-num_tokens // length), length=length, seed=seed
         )
     }
     if model == "demo":
-        texts["held out"] = held_out_texts(exact, tokens)
+        texts["held out"] = held_out_texts(exact, num_tokens)
     if text_file is not None:
-        texts[text_file.name] = read_texts(exact, text_file, tokens, length)
+        texts[text_file.name] = read_texts(exact, text_file, num_tokens, length)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_rounded(exact.config.model.checkpoint, Path(folder))
@@ -149,7 +149,7 @@ def open_model(
     )
 
 
-def first_token(llm: LLM) -> int:
+def start_token(llm: LLM) -> int:
     """Return the token that begins each text: BOS, or else the padding token, EOS, or 0."""
     config = llm.config.model.huggingface_config
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
@@ -158,13 +158,14 @@ def first_token(llm: LLM) -> int:
     return 0
 
 
-def read_texts(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
-    """Return texts of up to ``length`` tokens that begin with `first_token` and continue with a file.
+def read_texts(llm: LLM, file: Path, num_tokens: int, length: int) -> list[list[int]]:
+    """Return texts of up to ``length`` tokens that begin with `start_token` and continue with a file.
 
-    Only the first ``tokens`` tokens of the file are used.
+    Only the first ``num_tokens`` tokens of the file are used.
     """
-    token_ids = llm.tokenizer.backend.encode(file.read_text("utf-8"), add_special_tokens=False).ids[:tokens]
-    start = first_token(llm)
+    encoded = llm.tokenizer.backend.encode(file.read_text("utf-8"), add_special_tokens=False)
+    token_ids = encoded.ids[:num_tokens]
+    start = start_token(llm)
     size = length - 1
     rows = [[start, *token_ids[i : i + size]] for i in range(0, len(token_ids), size)]
     if not rows:
@@ -172,12 +173,13 @@ def read_texts(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]
     return rows
 
 
-def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
+def held_out_texts(llm: LLM, num_tokens: int) -> list[list[int]]:
     """Return documents of the demo corpus that were held out from the training of the demo model."""
     from demo_corpus.tokens import Encoder, Packer
 
     packer = Packer(Encoder(llm.tokenizer.backend), HELD_OUT_SEED, held_out=True, distinct=True)
-    return [[int(token) for token in packer.row(LENGTH - 1)[0]] for _ in range(-(-tokens // LENGTH))]
+    num_texts = -(-num_tokens // TEXT_LENGTH)
+    return [[int(token) for token in packer.row(TEXT_LENGTH - 1)[0]] for _ in range(num_texts)]
 
 
 def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
@@ -185,16 +187,16 @@ def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
     kinds = list(dict.fromkeys(row["text"] for row in rows))
     for kind in kinds:
         table = [row for row in rows if row["text"] == kind]
-        base = next(row for row in table if row["encoding"] == "bfloat16")["float32"]["perplexity"]
+        bf16_perplexity = next(row for row in table if row["encoding"] == "bfloat16")["float32"]["perplexity"]
         print(f"\n{model}, {kind} text, {table[0]['float32']['num_tokens']} tokens")
         print("encoding         perplexity  of bf16   KL float32    KL bf16   top-1 float32   bf16")
         for row in table:
-            exact, rounded = Quality(**row["float32"]), Quality(**row["bfloat16"])
-            change = 100 * (exact.perplexity / base - 1)
+            versus_fp32, versus_bf16 = Quality(**row["float32"]), Quality(**row["bfloat16"])
+            change = 100 * (versus_fp32.perplexity / bf16_perplexity - 1)
             print(
-                f"{row['encoding']:15} {exact.perplexity:11.4f} {change:+7.2f} % {exact.divergence:11.6f} "
-                f"{rounded.divergence:10.6f} {100 * exact.agreement:13.2f} % "
-                f"{100 * rounded.agreement:6.2f} %",
+                f"{row['encoding']:15} {versus_fp32.perplexity:11.4f} {change:+7.2f} % "
+                f"{versus_fp32.divergence:11.6f} {versus_bf16.divergence:10.6f} "
+                f"{100 * versus_fp32.agreement:13.2f} % {100 * versus_bf16.agreement:6.2f} %",
                 flush=True,
             )
 

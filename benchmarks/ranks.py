@@ -3,8 +3,9 @@
     python benchmarks/ranks.py --shape l1b --pairs 8
     python benchmarks/ranks.py --model DIR --what decode
 
-Both configurations stay loaded during the measurement, in separate processes. They run the same prompt
-alternately, so that a change of the machine's speed affects both. A pair is one run of each configuration.
+Both configurations stay loaded during the measurement, in separate processes. Both configurations run the
+same prompt alternately, so that a change of the machine's speed affects both. A pair is one run of each
+configuration.
 The order changes with each pair. The ratio is the speed of the two ranks divided by the speed of the one
 process.
 """
@@ -52,14 +53,14 @@ def serve_runs(model: str, num_ranks: int, connection: Connection) -> None:
 
 
 class Configuration:
-    """A model with ``num_ranks`` ranks in a separate process. It uses `NUM_RANKS` threads in total."""
+    """A model with ``num_ranks`` ranks in a separate process. All ranks together use `NUM_RANKS` threads."""
 
     def __init__(self, model: str, num_ranks: int) -> None:
         context = get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=serve_runs, args=(model, num_ranks, other))
+        self._connection, child_connection = context.Pipe()
+        self._process = context.Process(target=serve_runs, args=(model, num_ranks, child_connection))
         self._process.start()
-        other.close()
+        child_connection.close()
         self._connection.recv()
 
     def run(self, tokens: Sequence[int], num_new_tokens: int) -> float:
@@ -75,30 +76,30 @@ class Configuration:
 
 
 def measure(
-    configurations: Sequence[Configuration], phase: str, length: int, count: int, num_pairs: int
+    configurations: Sequence[Configuration], phase: str, prompt_length: int, num_steps: int, num_pairs: int
 ) -> None:
     """Run pairs of prefill or decode and print tokens per second and their ratio.
 
     Args:
         configurations: one process, then two ranks.
         phase: ``prefill`` or ``decode``.
-        length: number of prompt tokens.
-        count: number of decode steps that are measured.
+        prompt_length: number of prompt tokens.
+        num_steps: number of decode steps that are measured; not used for ``prefill``.
         num_pairs: number of pairs, without the warm-up.
     """
     rng = np.random.default_rng(0)
     rates: list[list[float]] = [[], []]
-    for number in range(-1, num_pairs):  # the first pair is a warm-up
-        tokens = rng.integers(3, 30_000, length).tolist()
-        order = (0, 1) if number % 2 else (1, 0)
+    for pair_number in range(-1, num_pairs):  # the first pair is a warm-up
+        tokens = rng.integers(3, 30_000, prompt_length).tolist()
+        order = (0, 1) if pair_number % 2 else (1, 0)
         for index in order:
             configuration = configurations[index]
             if phase == "prefill":
-                rate = length / configuration.run(tokens, 1)
+                rate = prompt_length / configuration.run(tokens, 1)
             else:
                 prefill_seconds = configuration.run(tokens, 1)
-                rate = count / (configuration.run(tokens, 1 + count) - prefill_seconds)
-            if number >= 0:
+                rate = num_steps / (configuration.run(tokens, 1 + num_steps) - prefill_seconds)
+            if pair_number >= 0:
                 rates[index].append(rate)
     single, ranks = rates
     ratios = sorted(b / a for a, b in zip(single, ranks, strict=True))
@@ -115,7 +116,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure the phases that ``--what`` selects."""
+    """Measure prefill, decode or both, as ``--what`` selects."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -6,7 +6,7 @@
     python benchmarks/router.py ray --model DIR         # prefix hits, time to first token: 2 Ray replicas
 
 ``decisions`` measures the CPU time of `WorkerRouter.submit`, which chooses a worker, and of the bookkeeping
-at the end of each request. It prints two rates: without and with the computation of the block digests.
+at the end of each request. The script prints two rates: without and with the computation of block digests.
 """
 
 from __future__ import annotations
@@ -76,48 +76,50 @@ class RandomRouting:
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        """Return the number of a ready worker. Bit n of ``workers`` is set if worker n is ready."""
+        """Return the index of a ready worker. Bit n of ``workers`` is set if worker n is ready."""
         ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
         return self._random.choice(ready)
 
 
-def greedy_context(name: str, tokens: Sequence[int], new_tokens: int = 16) -> TextContext:
+def greedy_context(request_id: str, tokens: Sequence[int], num_new_tokens: int = 16) -> TextContext:
     """Return the context of a request with greedy sampling."""
     return TextContext(
         prompt="",
-        max_length=len(tokens) + new_tokens,
+        max_length=len(tokens) + num_new_tokens,
         tokens=np.array(tokens, np.int64),
         ignore_eos=True,
         sampling_params=SamplingParams(temperature=0.0),
-        request_id=name,
+        request_id=request_id,
     )
 
 
 # -- Decisions -------------------------------------------------------------------------------------------
 
 
-def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: int) -> tuple[float, float]:
+def measure_decisions(
+    num_workers: int, num_prefixes: int, prompt_length: int, num_requests: int
+) -> tuple[float, float]:
     """Return the decisions per second without and with the computation of block digests.
 
     Args:
         num_workers: number of fake workers.
-        num_prefixes: number of prefixes. Each prompt begins with one, and an eighth of the workers has it
-            cached.
-        length: number of prompt tokens. Three quarters of them are the prefix.
-        count: number of requests.
+        num_prefixes: number of prefixes. Each prompt begins with a random one of these prefixes. An eighth of
+            the workers, at least one, has a prefix cached.
+        prompt_length: number of prompt tokens. Three quarters of the prompt are the prefix.
+        num_requests: number of requests.
     """
     rng = random.Random(0)
     workers = [IdleWorker() for _ in range(num_workers)]
     router = WorkerRouter(workers)  # type: ignore[arg-type]
-    prefixes = [[rng.randrange(1000) for _ in range(length * 3 // 4)] for _ in range(num_prefixes)]
+    prefixes = [[rng.randrange(1000) for _ in range(prompt_length * 3 // 4)] for _ in range(num_prefixes)]
     for prefix in prefixes:
         for worker in rng.sample(workers, max(1, num_workers // 8)):
             worker.listener(
                 0, [BlocksStored(prompt_digests(greedy_context("", prefix), WORKER_INFO), None, [])]
             )
     contexts = []
-    for number in range(count):
-        suffix = [rng.randrange(1000) for _ in range(length - length * 3 // 4)]
+    for number in range(num_requests):
+        suffix = [rng.randrange(1000) for _ in range(prompt_length - prompt_length * 3 // 4)]
         contexts.append(greedy_context(str(number), rng.choice(prefixes) + suffix))
     digests_by_request = {context.request_id: prompt_digests(context, WORKER_INFO) for context in contexts}
     active_generations: deque[Generation] = deque()
@@ -131,7 +133,7 @@ def measure_decisions(num_workers: int, num_prefixes: int, length: int, count: i
         seconds = time.process_time() - begin
         while active_generations:
             active_generations.pop().add(TextResult("", [], END_OF_SEQUENCE))
-        return count / seconds
+        return num_requests / seconds
 
     with patch(
         "penstock.worker.router.prompt_digests", lambda context, info: digests_by_request[context.request_id]
@@ -161,21 +163,21 @@ class Measurement:
 
     seconds: float = 0.0
     num_tokens: int = 0
-    first_token: list[float] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
     """Seconds to the first token of each request."""
     round_medians: list[float] = field(default_factory=list)
-    """Median of `first_token` in each round."""
+    """Median of `first_token_seconds` in each round."""
     hit_rate: float = 0.0
     """Share of prompt tokens that were in the prefix cache."""
     _num_in_past_rounds: int = 0  # number of requests in the finished rounds
 
     def end_round(self) -> None:
         """Record the median of the requests since the end of the previous round."""
-        self.round_medians.append(statistics.median(self.first_token[self._num_in_past_rounds :]))
-        self._num_in_past_rounds = len(self.first_token)
+        self.round_medians.append(statistics.median(self.first_token_seconds[self._num_in_past_rounds :]))
+        self._num_in_past_rounds = len(self.first_token_seconds)
 
     def __str__(self) -> str:
-        ordered = sorted(self.first_token)
+        ordered = sorted(self.first_token_seconds)
         p95 = ordered[int(0.95 * (len(ordered) - 1))]
         rounds = ", ".join(f"{median:.3f}" for median in self.round_medians)
         return (
@@ -191,7 +193,10 @@ async def run_requests(
     rounds: Sequence[Sequence[TextContext]],
     concurrency: int,
 ) -> Measurement:
-    """Start an engine and run rounds of requests in it, at most ``concurrency`` at once."""
+    """Start an engine and run rounds of requests, at most ``concurrency`` at once.
+
+    ``policy`` None uses the engine's own router and policy.
+    """
     engine = make_engine(config)
     if policy is not None:
         engine = WorkerRouter(engine.workers, policy())
@@ -206,7 +211,7 @@ async def run_requests(
                 begin, is_first = time.perf_counter(), True
                 async for delta in engine.submit(context):
                     if is_first and delta.token_ids:
-                        result.first_token.append(time.perf_counter() - begin)
+                        result.first_token_seconds.append(time.perf_counter() - begin)
                         is_first = False
                     result.num_tokens += len(delta.token_ids)
 
@@ -222,41 +227,41 @@ async def run_requests(
         await engine.stop(0)
 
 
-def mixed_contexts(count: int, vocabulary: int) -> list[TextContext]:
+def mixed_contexts(num_requests: int, vocab_size: int) -> list[TextContext]:
     """Return requests of mixed lengths without shared prefixes."""
     rng = random.Random(1)
     return [
         greedy_context(
             str(number),
-            [rng.randrange(3, vocabulary) for _ in range(rng.choice((16, 64, 128, 512)))],
+            [rng.randrange(3, vocab_size) for _ in range(rng.choice((16, 64, 128, 512)))],
             rng.choice((8, 32, 64)),
         )
-        for number in range(count)
+        for number in range(num_requests)
     ]
 
 
-def prefix_contexts(count: int, vocabulary: int, seed: int = 2) -> list[TextContext]:
+def prefix_contexts(num_requests: int, vocab_size: int, seed: int = 2) -> list[TextContext]:
     """Return requests that begin with one of 8 prefixes of 768 tokens. The seed determines the prefixes."""
     rng = random.Random(seed)
-    prefixes = [[rng.randrange(3, vocabulary) for _ in range(768)] for _ in range(8)]
+    prefixes = [[rng.randrange(3, vocab_size) for _ in range(768)] for _ in range(8)]
     return [
         greedy_context(
             f"{seed}-{number}",
-            rng.choice(prefixes) + [rng.randrange(3, vocabulary) for _ in range(32)],
+            rng.choice(prefixes) + [rng.randrange(3, vocab_size) for _ in range(32)],
             8,
         )
-        for number in range(count)
+        for number in range(num_requests)
     ]
 
 
 def make_config(model: str, **settings: Any) -> PipelineConfig:
-    """Return the configuration of an engine. ``settings`` are settings by name."""
+    """Return the configuration of an engine for a model, with further ``settings``."""
     return PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": "256MiB", **settings})
 
 
-def report_workers(model: str, count: int) -> None:
+def report_workers(model: str, num_requests: int) -> None:
     """Measure one worker with two threads and two workers with one thread each, and print both."""
-    contexts = mixed_contexts(count, make_config(model).model.huggingface_config.vocabulary_size)
+    contexts = mixed_contexts(num_requests, make_config(model).model.huggingface_config.vocabulary_size)
     for name, settings in {
         "1 worker of 2 threads": {"num_threads": 2},
         "2 workers of 1 thread": {"data_parallel_size": 2, "num_threads": 1},
@@ -266,21 +271,21 @@ def report_workers(model: str, count: int) -> None:
             print(f"{name}, {concurrency} at once: {result}", flush=True)
 
 
-def prefix_rounds(model: str, count: int, num_rounds: int) -> list[list[TextContext]]:
-    """Return rounds of ``count`` requests with shared prefixes. Each round has new prefixes."""
-    vocabulary = make_config(model).model.huggingface_config.vocabulary_size
-    return [prefix_contexts(count, vocabulary, 2 + number) for number in range(num_rounds)]
+def prefix_rounds(model: str, num_requests: int, num_rounds: int) -> list[list[TextContext]]:
+    """Return rounds of ``num_requests`` requests with shared prefixes. Each round has new prefixes."""
+    vocab_size = make_config(model).model.huggingface_config.vocabulary_size
+    return [prefix_contexts(num_requests, vocab_size, 2 + number) for number in range(num_rounds)]
 
 
-def report_prefixes(model: str, count: int, num_rounds: int, memory: str) -> None:
+def report_prefixes(model: str, num_requests: int, num_rounds: int, kv_cache_memory: str) -> None:
     """Measure prefix-aware, least loaded and random routing over two workers, and print each."""
-    config = make_config(model, data_parallel_size=2, num_threads=1, kv_cache_memory=memory)
+    config = make_config(model, data_parallel_size=2, num_threads=1, kv_cache_memory=kv_cache_memory)
     for name, policy in {
         "prefix-aware": None,
         "least loaded": LeastLoaded,
         "random": lambda: RandomRouting(0),
     }.items():
-        rounds = prefix_rounds(model, count, num_rounds)
+        rounds = prefix_rounds(model, num_requests, num_rounds)
         print(f"{name}: {asyncio.run(run_requests(config, policy, rounds, 4))}", flush=True)
 
 
@@ -306,7 +311,7 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
                     response.raise_for_status()
                     async for line in response.aiter_lines():
                         if is_first and line.startswith("data: {"):
-                            result.first_token.append(time.perf_counter() - begin)
+                            result.first_token_seconds.append(time.perf_counter() - begin)
                             is_first = False
             result.num_tokens += count
 
@@ -322,40 +327,44 @@ async def run_streams(url: str, rounds: Sequence[Sequence[TextContext]], concurr
             await asyncio.sleep(0.1)
         await generate(greedy_context("warm-up", [1] * 40))
         await asyncio.sleep(2 * _REPORT_INTERVAL)
-        before = await prefix_cache_counters()
+        counters_before = await prefix_cache_counters()
         for contexts in rounds:
             begin = time.perf_counter()
             await asyncio.gather(*(generate(context) for context in contexts))
             result.seconds += time.perf_counter() - begin
             result.end_round()
         await asyncio.sleep(2 * _REPORT_INTERVAL)
-        hits, queries = (now - then for now, then in zip(await prefix_cache_counters(), before, strict=True))
+        hits, queries = (
+            now - then for now, then in zip(await prefix_cache_counters(), counters_before, strict=True)
+        )
         result.hit_rate = hits / max(queries, 1)
     return result
 
 
-def report_ray(model: str, count: int, num_rounds: int, memory: str, is_reversed: bool) -> None:
+def report_ray(
+    model: str, num_requests: int, num_rounds: int, kv_cache_memory: str, measure_ray_first: bool
+) -> None:
     """Measure Penstock's router and Ray Serve's default router over two replicas, and print both."""
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
     from penstock.ray import build_app
-    from penstock.ray.deployment import ROUTER
+    from penstock.ray.deployment import ROUTER_CLASS
 
-    rounds = prefix_rounds(model, count, num_rounds)
-    settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": memory}
+    rounds = prefix_rounds(model, num_requests, num_rounds)
+    settings = {"model_path": model, "ray_min_replicas": 2, "ray_cpus": 1, "kv_cache_memory": kv_cache_memory}
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     routers = {
-        "prefix-aware": ROUTER,
+        "prefix-aware": ROUTER_CLASS,
         "Ray Serve's default": RequestRouterConfig().request_router_class,
     }
-    for name in sorted(routers, reverse=not is_reversed):
+    for name in sorted(routers, reverse=not measure_ray_first):
         router = routers[name]
-        with patch("penstock.ray.online.ROUTER", router):
+        with patch("penstock.ray.online.ROUTER_CLASS", router):
             serve.run(build_app(settings), name="penstock", route_prefix="/")
         print(f"{name}: {asyncio.run(run_streams(f'http://127.0.0.1:{port}', rounds, 4))}", flush=True)
         serve.delete("penstock")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import VOCABULARY, describe_machine
+from against_transformers import VOCAB_SIZE, describe_machine
 
 from penstock import LLM, SamplingParams
 from penstock.bench.http_client import HttpClient
@@ -51,23 +51,23 @@ class Run:
     """The result of one run of a variant."""
 
     seconds: float
-    tokens: int
-    processor_seconds: list[float]
+    num_tokens: int
+    cpu_seconds: list[float]
     """CPU seconds of this process, of the server, and of its worker."""
 
     @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of wall time."""
+        return self.num_tokens / self.seconds
 
     @property
     def cpu_ms_per_token(self) -> list[float]:
         """CPU milliseconds per token of this process, of the server, and of its worker."""
-        return [1000 * seconds / self.tokens for seconds in self.processor_seconds]
+        return [1000 * seconds / self.num_tokens for seconds in self.cpu_seconds]
 
 
 def main() -> None:
-    """Run the comparison of the command line and print a table."""
+    """Run the comparison and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,11 +80,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, vocabulary = "demo", 400
+        model, vocab_size = "demo", 400
         if options.shape != "demo":
             write_random_checkpoint(Path(folder), SHAPES[options.shape])
-            model, vocabulary = folder, VOCABULARY
-        rows = compare(options, model, vocabulary)
+            model, vocab_size = folder, VOCAB_SIZE
+        rows = compare(options, model, vocab_size)
     report = {"machine": describe_machine(), "options": {**vars(options), "json": None}, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, {options.prompts} prompts of {options.length}, "
           f"{options.new} new tokens each, {options.pairs} rounds")  # fmt: skip
@@ -97,8 +97,8 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=2))
 
 
-def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[dict[str, Any]]:
-    """Run rounds of all variants. Returns a row for each. The first round is a warm-up and does not count."""
+def compare(options: argparse.Namespace, model: str, vocab_size: int) -> list[dict[str, Any]]:
+    """Run rounds of all variants, after a warm-up round. Returns one row per variant."""
     llm = LLM(model, max_batch_size=CONCURRENCY)
     with server(model) as (url, server_pid):
         client = HttpClient(url)
@@ -133,7 +133,7 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
             runs = {}
             for index, (name, variant) in enumerate(variants.items()):
                 rng = np.random.default_rng(100 * number + index)
-                prompts = rng.integers(3, vocabulary, (options.prompts, options.length)).tolist()
+                prompts = rng.integers(3, vocab_size, (options.prompts, options.length)).tolist()
                 runs[name] = measure_run(variant, prompts, pids)
             rounds.append(runs)
         client.close()
@@ -142,11 +142,11 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
 
 def report_row(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
     """Return the medians of one variant over all rounds."""
-    ratios = [runs[name].speed / runs["LLM"].speed for runs in rounds]
+    ratios = [runs[name].tokens_per_second / runs["LLM"].tokens_per_second for runs in rounds]
     costs = zip(*(runs[name].cpu_ms_per_token for runs in rounds), strict=True)
     return {
         "how": name,
-        "speed": statistics.median(runs[name].speed for runs in rounds),
+        "speed": statistics.median(runs[name].tokens_per_second for runs in rounds),
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
@@ -156,14 +156,14 @@ def report_row(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
 
 def measure_run(variant: Callable[[list[list[int]]], int], prompts: list[list[int]], pids: list[int]) -> Run:
     """Run one variant and return its wall time and the CPU time of the processes ``pids``."""
-    before, begin = [processor_seconds(pid) for pid in pids], time.perf_counter()
-    tokens = variant(prompts)
+    before, begin = [process_cpu_seconds(pid) for pid in pids], time.perf_counter()
+    num_tokens = variant(prompts)
     seconds = time.perf_counter() - begin
-    cpu_seconds = [processor_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
-    return Run(seconds, tokens, cpu_seconds)
+    cpu_seconds = [process_cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+    return Run(seconds, num_tokens, cpu_seconds)
 
 
-def processor_seconds(pid: int) -> float:
+def process_cpu_seconds(pid: int) -> float:
     """Return the user and system CPU time of a process since its start, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

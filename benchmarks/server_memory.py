@@ -1,11 +1,11 @@
 """Run mixed requests against `penstock serve` for minutes, and print its memory.
 
     python benchmarks/server_memory.py --minutes 8                  # on the CPU
-    python benchmarks/server_memory.py --minutes 8 --devices gpu    # on a GPU, with the memory in use there
+    python benchmarks/server_memory.py --minutes 8 --devices gpu    # on a GPU; also prints the GPU memory
 
 Twenty clients send chat and text completions to the demo model: streamed and whole, greedy and sampled,
 with several choices, stop strings, penalties, log probabilities, tools, new and repeated JSON schemas, and
-five LoRA adapters for two slots. They disconnect from up to a fifth of the requests before the end. The KV
+five LoRA adapters for two slots. Clients abandon up to a fifth of the requests before the end. The KV
 cache is small, so that requests are preempted. A line per interval has the seconds, the anonymous resident
 MiB of server and worker, the MiB in use on the GPU, and the number of requests. The last line is JSON. The
 exit status is 1 if a request failed or did not end, a block was not released, the worker was replaced, or the
@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 import penstock
 
-CLIENTS, ADAPTERS, SLOTS, RANK = 20, 5, 2, 8
+NUM_CLIENTS, NUM_ADAPTERS, NUM_LORA_SLOTS, LORA_RANK = 20, 5, 2, 8
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
     {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
@@ -65,9 +65,16 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> int:
         "--max-batch-size",
         "16",
     ]
-    flags += ["--kv-cache-memory", str(6 << 20), "--max-loras", str(SLOTS), "--max-lora-rank", str(RANK)]
+    flags += [
+        "--kv-cache-memory",
+        str(6 << 20),
+        "--max-loras",
+        str(NUM_LORA_SLOTS),
+        "--max-lora-rank",
+        str(LORA_RANK),
+    ]
     flags += ["--grammar-cache-size", str(8 << 20)]  # small, so that grammars are evicted within a minute
-    for number in range(ADAPTERS):
+    for number in range(NUM_ADAPTERS):
         flags += ["--lora", f"a{number}={write_adapter(folder / f'a{number}', number)}"]
     command = [sys.executable, "-m", "penstock", "serve", "--model", "demo", "--port", "0", *flags]
     log = folder / "log"
@@ -82,16 +89,16 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> int:
                 print(text[text.index("Traceback") :][:4000], file=sys.stderr)
 
 
-async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.Namespace) -> int:
+async def run_load(client: httpx.AsyncClient, server_pid: int, arguments: argparse.Namespace) -> int:
     """Run the clients for some minutes and print the memory at each interval. Returns the exit status."""
-    worker = find_worker(server)
+    worker = find_worker(server_pid)
     begin = time.monotonic()
     end = begin + 60 * arguments.minutes
     outcomes: Counter[str] = Counter()
     rows: list[tuple[int, int, int, int, int]] = []
 
-    async def run_client(number: int) -> None:
-        rng = Random(number)
+    async def run_client(client_index: int) -> None:
+        rng = Random(client_index)
         while time.monotonic() < end:
             outcomes[await send(client, rng)] += 1
 
@@ -100,11 +107,17 @@ async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.N
             await asyncio.sleep(max(min(arguments.interval, end - time.monotonic()), 0.1))
             seconds = round(time.monotonic() - begin)
             rows.append(
-                (seconds, anonymous_mib(server), anonymous_mib(worker), gpu_mib_in_use(), outcomes.total())
+                (
+                    seconds,
+                    anonymous_mib(server_pid),
+                    anonymous_mib(worker),
+                    gpu_mib_in_use(),
+                    outcomes.total(),
+                )
             )
             print("seconds, server, worker, GPU, requests:", *rows[-1], flush=True)
 
-    await asyncio.gather(watch(), *map(run_client, range(CLIENTS)))
+    await asyncio.gather(watch(), *map(run_client, range(NUM_CLIENTS)))
     remaining = await wait_until_idle(client, 60)
     middle_row = rows[len(rows) // 2]
     growth = {
@@ -114,7 +127,9 @@ async def run_load(client: httpx.AsyncClient, server: int, arguments: argparse.N
     }
     memory_is_stable = all(rows[-1][i] <= 1.05 * middle_row[i] for i in (1, 2))
     failed = {name: count for name, count in outcomes.items() if name.startswith("failed")}
-    passed = memory_is_stable and not failed and not any(remaining.values()) and find_worker(server) == worker
+    passed = (
+        memory_is_stable and not failed and not any(remaining.values()) and find_worker(server_pid) == worker
+    )
     report = {
         "rows": rows,
         "growth_in_second_half": growth,
@@ -155,7 +170,7 @@ def random_request(rng: Random) -> tuple[str, dict[str, Any]]:
         rng.choices(["river", "stone", "Once", "upon", "a", "time", "7"], k=rng.choice([1, 5, 60, 200]))
     )
     body: dict[str, Any] = {
-        "model": rng.choice(["demo", "demo", *(f"a{number}" for number in range(ADAPTERS))]),
+        "model": rng.choice(["demo", "demo", *(f"a{number}" for number in range(NUM_ADAPTERS))]),
         "max_tokens": rng.choice([1, 5, 40, 120, 300]),
         "temperature": rng.choice([0, 1]),
         "stream": rng.random() < 0.6,
@@ -194,11 +209,11 @@ def write_adapter(folder: Path, seed: int) -> Path:
     for layer in range(config["num_hidden_layers"]):
         for name, size in outputs.items():
             path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{path}.lora_A.weight"] = 0.01 * torch.randn(RANK, hidden)
-            tensors[f"{path}.lora_B.weight"] = 0.01 * torch.randn(size, RANK)
+            tensors[f"{path}.lora_A.weight"] = 0.01 * torch.randn(LORA_RANK, hidden)
+            tensors[f"{path}.lora_B.weight"] = 0.01 * torch.randn(size, LORA_RANK)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(outputs)}
+    settings = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK, "target_modules": list(outputs)}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -218,7 +233,7 @@ async def wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 async def wait_until_idle(client: httpx.AsyncClient, seconds: float) -> dict[str, float]:
-    """Wait until no requests and blocks are in use, at most ``seconds``. Returns the numbers in use."""
+    """Wait at most ``seconds`` until all `ACTIVITY_METRICS` are 0. Returns their last values by name."""
     deadline = time.monotonic() + seconds
     while True:
         text = (await client.get("/metrics")).text
@@ -231,18 +246,18 @@ async def wait_until_idle(client: httpx.AsyncClient, seconds: float) -> dict[str
         await asyncio.sleep(0.2)
 
 
-def find_worker(server: int) -> int:
+def find_worker(server_pid: int) -> int:
     """Return the process id of the server's worker; 0 if there is none."""
-    for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+    for child in Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split():
         if "penstock.worker" in Path(f"/proc/{child}/cmdline").read_text():
             return int(child)
     return 0
 
 
-def anonymous_mib(process: int) -> int:
+def anonymous_mib(pid: int) -> int:
     """Return the anonymous resident MiB of a process; 0 if the process has ended."""
     try:
-        status = Path(f"/proc/{process}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return 0
     return int(re.findall(r"RssAnon:\s+(\d+)", status)[0]) >> 10

@@ -4,12 +4,12 @@
     python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
 
 A model with random weights does not generate text that repeats its prompt. Therefore the benchmark forces an
-answer: after each forward, it raises the logit of the answer's next token above all others. This needs one
-call per step. Forward, sampling and bookkeeping run as usual. Workloads:
+answer: after each forward, it raises the logit of the answer's next token above all others. Forcing disables
+several decode steps per call. Forward, sampling and bookkeeping run as usual. Workloads:
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: the start of a page of the documentation; answer: every third sentence of it
-    unrelated  prompt: the same start; answer: another page. Shows the cost if few n-grams match
+    unrelated  prompt: the prompt of summary; answer: another page. Shows the cost if few n-grams match
 
 Methods: ``plain`` without speculation, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
 draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Speeds and
@@ -49,7 +49,7 @@ METHODS = ("plain", "adaptive", "fixed")
 
 
 def main() -> None:
-    """Measure the workloads of the command line. Prints each row when it is complete."""
+    """Measure the workloads that the command line selects. Prints each row when it is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,8 +130,8 @@ def forced_runs(
         outputs = original_execute(model, inputs)
         next_positions = (inputs.positions[inputs.logit_rows] + 1).clamp(max=len(text) - 1)
         logits = outputs.logits.scatter(1, text[next_positions][:, None], 1e4)
-        is_single = outputs.next_token_logits is not None
-        return replace(outputs, logits=logits, next_token_logits=logits if is_single else None)
+        has_next_token_logits = outputs.next_token_logits is not None
+        return replace(outputs, logits=logits, next_token_logits=logits if has_next_token_logits else None)
 
     def run(method: str) -> tuple[float, SpeculationStats]:
         policies = {"plain": None, "adaptive": AdaptiveDraftLength(8), "fixed": FixedDraftLength(8)}
@@ -148,7 +148,7 @@ def forced_runs(
         return seconds, pipeline.speculation_stats
 
     model.execute = execute_with_forced_logits  # type: ignore[method-assign]
-    # Several steps in one call sample from the model's own logits.
+    # Disable several steps per call: they sample from the model's own logits.
     model.execute_steps = lambda *_: None  # type: ignore[method-assign]
     return run
 

@@ -10,7 +10,8 @@ decode.
 
 With --transformers, transformers generates the same number of tokens from a prompt of the same length, and
 the reference implementation of the codec decodes as many frames: the package ``snac``, or NeuCodec of
-transformers. Both engines run alternately. Figures are medians of the rounds, without a warm-up request:
+transformers. Both engines run alternately. Figures are medians of the rounds. A warm-up request of Penstock
+is not counted.
 
 - ``first audio``: seconds from the start of the request to its first chunk of audio.
 - ``real-time factor``: seconds of the whole request divided by the seconds of audio.
@@ -71,8 +72,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Name -> ``config.json``. A shape has the number of parameters of the public model. neutts-nano also has its
-vocabulary. The layer sizes are typical of Llama models with this number of parameters."""
+"""Name -> ``config.json``. A shape has the number of parameters of the public model of the same name.
+neutts-nano also has the vocabulary size of this model. The layer sizes are typical of Llama models with this
+number of parameters."""
 PROMPT_LENGTH = 120
 
 
@@ -83,13 +85,13 @@ class AllTokensAsCodes(SpeechCodes):
         token_ids = np.arange(codes_per_frame * codebook_size, dtype=np.int64)
         super().__init__(token_ids.reshape(codes_per_frame, codebook_size))
         self.offset = 0
-        """Number that is added to token ids.
+        """Number that `parse` adds to token ids, different in each request.
 
         Codecs cache decoded windows, so each request needs codes that no earlier request had.
         """
 
     def parse(self, tokens: Any) -> tuple[np.ndarray, int, int]:
-        """Return the codes of all complete frames, the number of tokens read, and 0.
+        """Return (codes of all complete frames, number of parsed tokens, 0 dropped tokens).
 
         A code is the token id plus `offset`, modulo the size of the codebook.
         """
@@ -118,21 +120,21 @@ def open_pipeline(folder: Path, codec: Path, shape: str, encoding: str) -> Audio
     from penstock.engine import InferenceSession
 
     session = InferenceSession()
-    supported = encoding in ("float32", "bfloat16", "int8")
-    audio_codec = _load_codec(codec, session, encoding if supported else None)
-    size = min(audio_codec.codebook_size, SHAPES[shape]["vocab_size"] // audio_codec.codes_per_frame)
+    codec_encoding = encoding if encoding in ("float32", "bfloat16", "int8") else None
+    audio_codec = _load_codec(codec, session, codec_encoding)
+    codebook_size = min(audio_codec.codebook_size, SHAPES[shape]["vocab_size"] // audio_codec.codes_per_frame)
     token_pipeline = SpeechTokenGenerationPipeline(
         config,
         architecture.load_pipeline_model(),
         None,
-        codes=AllTokensAsCodes(audio_codec.codes_per_frame, size),
+        codes=AllTokensAsCodes(audio_codec.codes_per_frame, codebook_size),
         session=session,
     )
     return AudioGeneratorPipeline(token_pipeline, audio_codec)
 
 
 def _load_codec(folder: Path, session: Any, encoding: str | None) -> AudioCodec:
-    """Load a codec in ``encoding``, or in its default encoding if that is None or not supported."""
+    """Load a codec in ``encoding``. If ``encoding`` is None or not supported, use the codec's default."""
     from penstock.errors import ConfigError
 
     try:
@@ -163,18 +165,22 @@ def speak(pipeline: AudioGeneratorPipeline, num_tokens: int) -> dict[str, float]
         return samples
 
     codec.decode_chunks = decode_timed  # type: ignore[method-assign]
-    begin, first, num_samples = time.perf_counter(), 0.0, 0
+    begin, first_audio_seconds, num_samples = time.perf_counter(), 0.0, 0
     try:
         while not context.is_done:
             output = pipeline.execute({"a": context}, pipeline.num_steps_for(0.02))["a"]
             if output.has_audio_data:
-                first = first or time.perf_counter() - begin
+                first_audio_seconds = first_audio_seconds or time.perf_counter() - begin
                 num_samples += len(output.audio_data)
     finally:
         codec.decode_chunks = decode  # type: ignore[method-assign]
         pipeline.release(context)
-    total, duration = time.perf_counter() - begin, num_samples / codec.sample_rate
-    return {"first audio": first, "real-time factor": total / duration, "codec": codec_seconds[0] / total}
+    total_seconds, audio_seconds = time.perf_counter() - begin, num_samples / codec.sample_rate
+    return {
+        "first audio": first_audio_seconds,
+        "real-time factor": total_seconds / audio_seconds,
+        "codec": codec_seconds[0] / total_seconds,
+    }
 
 
 def transformers_engine(
@@ -228,7 +234,7 @@ def write_codec(shape: str, folder: Path) -> Callable[[Tensor], object]:
 
 
 def main() -> None:
-    """Measure the selected shape and print its figures. Writes them to a file with ``--json``."""
+    """Measure the selected shape and print its figures. With ``--json``, also write the figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--shape", choices=[*SHAPES], default="neutts-nano")
     parser.add_argument("--encoding", default="bfloat16")

@@ -5,16 +5,17 @@
     python benchmarks/vision.py --shape smolvlm-256m --openvino VENV/bin/python
 
 Prints the time to first token and the total time of a request with one image and 64 new tokens. The
-checkpoint has random weights. All engines get the same pixels and tokens, so the time of the image processor
-does not count. Sampling is greedy and end of sequence is ignored. Figures are medians of the rounds.
+checkpoint has random weights. All engines get the same pixels and tokens, so the times do not include an
+image processor. Sampling is greedy and end of sequence is ignored. Figures are medians of the rounds.
 
-In a round, each engine runs two requests. The first has a new image. The second has the same image and
-another question after it, so that Penstock finds the image in its prefix cache. It generates one token.
+In a round, each engine runs two requests. The first request has a new image. The second request has the same
+image and another text after it, and generates one token. Penstock finds the image of the second request in
+its prefix cache.
 
-``--quick`` runs two rounds with 16 new tokens. ``--seconds`` limits the time: no round starts after it,
-except the first.
-``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and ``optimum-intel``. It
-runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while another engine runs.
+``--quick`` runs two rounds with 16 new tokens. After ``--seconds``, no further round starts; at least one
+round runs. ``--openvino`` is the Python interpreter of an environment with ``openvino-genai`` and
+``optimum-intel``. This interpreter runs ``vision_openvino.py`` in a process that is suspended (SIGSTOP) while
+another engine runs.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def penstock_engine(folder: Path, config: Mapping[str, Any], encoding: str) -> R
     arguments = {"image_grid_thw": np.array([1, GRID_SIZE, GRID_SIZE])} if is_qwen(config) else {}
 
     def prepare() -> None:
-        """Do what an idle worker does before the next request."""
+        """Run the preparation that a worker runs while it is idle."""
         while pipeline.prepare_next():
             pass
 
-    def run(request: Request, count: int) -> tuple[float, float]:
+    def run(request: Request, num_new_tokens: int) -> tuple[float, float]:
         tokens, pixels = request.tokens, request.pixels
         start, length = tokens.index(IMAGE_TOKEN), tokens.count(IMAGE_TOKEN)
         image = ImageMetadata(
@@ -71,21 +72,21 @@ def penstock_engine(folder: Path, config: Mapping[str, Any], encoding: str) -> R
         )
         context = TextAndVisionContext(
             prompt=tokens,
-            max_length=len(tokens) + count,
+            max_length=len(tokens) + num_new_tokens,
             tokens=np.array(tokens),
             ignore_eos=True,
             sampling_params=SamplingParams(top_k=1),
             images=[image],
             vision_token_ids=[IMAGE_TOKEN],
         )
-        begin, first = time.perf_counter(), 0.0
+        begin, first_token_seconds = time.perf_counter(), 0.0
         while not context.is_done:
-            pipeline.execute({"request": context}, 8 if first else 1)
-            first = first or time.perf_counter() - begin
+            pipeline.execute({"request": context}, 8 if first_token_seconds else 1)
+            first_token_seconds = first_token_seconds or time.perf_counter() - begin
         pipeline.release(context)
-        total = time.perf_counter() - begin
+        total_seconds = time.perf_counter() - begin
         prepare()
-        return first, total
+        return first_token_seconds, total_seconds
 
     return run
 
@@ -97,7 +98,7 @@ def transformers_engine(folder: Path, config: Mapping[str, Any], encoding: str) 
     dtype = torch.float32 if encoding == "float32" else torch.bfloat16
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
 
-    def run(request: Request, count: int) -> tuple[float, float]:
+    def run(request: Request, num_new_tokens: int) -> tuple[float, float]:
         ids = torch.tensor([request.tokens])
         image_inputs: dict[str, Any] = {"pixel_values": torch.from_numpy(request.pixels).to(dtype)}
         if is_qwen(config):
@@ -115,8 +116,8 @@ def transformers_engine(folder: Path, config: Mapping[str, Any], encoding: str) 
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
+            max_new_tokens=num_new_tokens,
+            min_new_tokens=num_new_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -124,7 +125,7 @@ def transformers_engine(folder: Path, config: Mapping[str, Any], encoding: str) 
             **image_inputs,
         )
         total = time.perf_counter() - begin
-        assert output.shape[1] - ids.shape[1] == count == len(times)
+        assert output.shape[1] - ids.shape[1] == num_new_tokens == len(times)
         return times[0], total
 
     return run
@@ -132,7 +133,7 @@ def transformers_engine(folder: Path, config: Mapping[str, Any], encoding: str) 
 
 @contextmanager
 def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[str, Run]]:
-    """Yield the name of the pipeline and a function that runs a request with OpenVINO in another process."""
+    """Yield the engine's name and a function that runs a request with OpenVINO in another process."""
     script = Path(__file__).with_name("vision_openvino.py")
     command = [python, str(script), str(folder), encoding, str(torch.get_num_threads())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -150,11 +151,13 @@ def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[
             os.kill(process.pid, signal.SIGSTOP)
             return json.loads(line)
 
-        def run(request: Request, count: int) -> tuple[float, float]:
+        def run(request: Request, num_new_tokens: int) -> tuple[float, float]:
             os.kill(process.pid, signal.SIGCONT)
             file = folder / "pixels.npy"
             np.save(file, request.pixels)
-            json.dump({"tokens": request.tokens, "pixels": str(file), "count": count}, requests)
+            json.dump(
+                {"tokens": request.tokens, "pixels": str(file), "num_new_tokens": num_new_tokens}, requests
+            )
             requests.write("\n")
             requests.flush()
             answer = receive()
@@ -169,42 +172,47 @@ def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[
 def measure(
     engines: Mapping[str, Run], config: Mapping[str, Any], options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Run a warm-up, and rounds until the time limit. Returns the medians of each engine in seconds."""
+    """Run a warm-up and the rounds, at most until the time limit.
+
+    Returns the medians of each engine in seconds, and its number of rounds.
+    """
     figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in engines}
     deadline = time.monotonic() + options.seconds
-    for number in range(options.rounds + 1):
-        request = random_request(config, options.tiles, number)
-        second_request = request.with_other_text(number)
+    for round_number in range(options.rounds + 1):
+        request = random_request(config, options.tiles, round_number)
+        second_request = request.with_other_text(round_number)
         for engine, run in engines.items():
-            # Two warm-up requests: Penstock captures a step when its shape occurs for the second time.
-            if not number:
+            # Two warm-up requests: Penstock captures a graph when the shape of a step occurs the second time.
+            if not round_number:
                 run(request, 3)
-                run(random_request(config, options.tiles, -1 - number + 10_000), 3)
+                run(random_request(config, options.tiles, -1 - round_number + 10_000), 3)
                 continue
-            first, total = run(request, options.tokens)
+            first_token_seconds, total_seconds = run(request, options.tokens)
             same_image, _ = run(second_request, 1)
-            figures[engine].append((first, same_image, total))
+            figures[engine].append((first_token_seconds, same_image, total_seconds))
             print(
-                f"round {number}, {engine}: first token {first:.3f} s, "
-                f"with the same image {same_image:.3f} s, all tokens {total:.3f} s"
+                f"round {round_number}, {engine}: first token {first_token_seconds:.3f} s, "
+                f"with the same image {same_image:.3f} s, all tokens {total_seconds:.3f} s"
             )
-        if number and time.monotonic() > deadline:
-            print(f"stopped after {options.seconds:.0f} s: {number} of {options.rounds} rounds")
+        if round_number and time.monotonic() > deadline:
+            print(f"stopped after {options.seconds:.0f} s: {round_number} of {options.rounds} rounds")
             break
     results = {}
     for engine, rounds in figures.items():
-        first, same_image, total = (statistics.median(column) for column in zip(*rounds, strict=True))
+        first_token_seconds, same_image, total_seconds = (
+            statistics.median(column) for column in zip(*rounds, strict=True)
+        )
         results[engine] = {
-            "first_token_s": first,
+            "first_token_s": first_token_seconds,
             "repeated_first_token_s": same_image,
-            "total_s": total,
+            "total_s": total_seconds,
             "rounds": len(rounds),
         }
     return results
 
 
 def main() -> None:
-    """Measure the engines of the command line and print the medians."""
+    """Measure the engines that the command line selects, and print the medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,8 +2,9 @@
 
     python vision_openvino.py CHECKPOINT ENCODING THREADS
 
-Exports the checkpoint with ``optimum-cli`` if needed. Writes its name to standard output when it is ready.
-Then it reads requests from standard input, one JSON object per line, and writes the times of each request.
+Exports the checkpoint with ``optimum-cli`` if needed. When the model is loaded, writes the name of the engine
+to standard output. Then reads requests from standard input, one JSON object per line, and writes the times of
+each request.
 The model class of optimum-intel accepts pixels and tokens, so all engines get the same inputs.
 (`openvino_genai.VLMPipeline` accepts only text and images.)
 
@@ -29,34 +30,40 @@ WEIGHT_FORMATS = {"bfloat16": "fp16", "float32": "fp32", "int8": "int8", "int4":
 def transformers_4_checkpoint(folder: Path) -> Path:
     """Return a folder with the same weights and a config.json for transformers 4.
 
-    transformers 4 has other names for the rotary parameters.
+    transformers 4 reads the rotary parameters from other keys than transformers 5.
     """
-    target = folder / "transformers-4"
-    target.mkdir(exist_ok=True)
+    checkpoint_folder = folder / "transformers-4"
+    checkpoint_folder.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    text = config["text_config"]
-    rope = text.get("rope_parameters", {})
-    text["rope_theta"] = rope.get("rope_theta", 10000.0)
+    text_config = config["text_config"]
+    rope = text_config.get("rope_parameters", {})
+    text_config["rope_theta"] = rope.get("rope_theta", 10000.0)
     if "mrope_section" in rope:
-        text["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    (target / "config.json").write_text(json.dumps(config))
-    weights = target / "model.safetensors"
+        text_config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    (checkpoint_folder / "config.json").write_text(json.dumps(config))
+    weights = checkpoint_folder / "model.safetensors"
     if not weights.exists():
         weights.symlink_to(folder / "model.safetensors")
-    return target
+    return checkpoint_folder
 
 
 def exported_model(folder: Path, encoding: str) -> Path:
     """Return the folder of the exported model. Exports the model if the folder does not exist."""
-    target = folder / f"openvino-{encoding}"
-    if not target.exists():
-        part = folder / f"openvino-{encoding}.part"
+    model_folder = folder / f"openvino-{encoding}"
+    if not model_folder.exists():
+        partial_folder = folder / f"openvino-{encoding}.part"
         source = transformers_4_checkpoint(folder)
         command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", source]
-        command += ["--task", "image-text-to-text", "--weight-format", WEIGHT_FORMATS[encoding], part]
+        command += [
+            "--task",
+            "image-text-to-text",
+            "--weight-format",
+            WEIGHT_FORMATS[encoding],
+            partial_folder,
+        ]
         subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
-        part.rename(target)
-    return target
+        partial_folder.rename(model_folder)
+    return model_folder
 
 
 def main() -> None:
@@ -97,8 +104,8 @@ def main() -> None:
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=request["count"],
-            min_new_tokens=request["count"],
+            max_new_tokens=request["num_new_tokens"],
+            min_new_tokens=request["num_new_tokens"],
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

@@ -126,7 +126,7 @@ machines with little memory. The tiny models are for tests of the benchmark.
 GRID_SIZE = 32
 """Patches per row and per column of an image or, if the model has tiles, of a tile."""
 TEXT_LENGTH = 20
-"""Number of text tokens before the image, and number after it."""
+"""Number of text tokens before the image, and also after the image."""
 
 
 @dataclass(frozen=True)
@@ -148,27 +148,34 @@ def is_qwen(config: Mapping[str, Any]) -> bool:
     return str(config["model_type"]) == "qwen3_vl"
 
 
-def random_request(config: Mapping[str, Any], tiles: int, seed: int) -> Request:
+def random_request(config: Mapping[str, Any], num_tiles: int, seed: int) -> Request:
     """Return a request with random text and pixels.
 
     Args:
         config: the configuration of the model.
-        tiles: the number of image tiles. A Qwen model ignores it.
+        num_tiles: the number of image tiles. Ignored for a Qwen model.
         seed: the seed of the random numbers.
     """
     rng = np.random.default_rng(seed)
     if is_qwen(config):
         pixels = rng.normal(size=(GRID_SIZE * GRID_SIZE, 6 * 16 * 16)).astype(np.float32)
-        count = GRID_SIZE * GRID_SIZE // 4
-        before, after = [IMAGE_TOKEN + 2], [IMAGE_TOKEN + 3]
+        num_image_tokens = GRID_SIZE * GRID_SIZE // 4
+        start_tokens, end_tokens = [IMAGE_TOKEN + 2], [IMAGE_TOKEN + 3]
     else:
-        size = config["vision_config"]["image_size"]
-        pixels = rng.normal(size=(tiles, 3, size, size)).astype(np.float32)
-        count = tiles * (GRID_SIZE // config["scale_factor"]) ** 2
-        before, after = [], []
+        image_size = config["vision_config"]["image_size"]
+        pixels = rng.normal(size=(num_tiles, 3, image_size, image_size)).astype(np.float32)
+        num_image_tokens = num_tiles * (GRID_SIZE // config["scale_factor"]) ** 2
+        start_tokens, end_tokens = [], []
     words = rng.integers(1, 256, 2 * TEXT_LENGTH).tolist()
     return Request(
-        [*words[:TEXT_LENGTH], *before, *[IMAGE_TOKEN] * count, *after, *words[TEXT_LENGTH:]], pixels
+        [
+            *words[:TEXT_LENGTH],
+            *start_tokens,
+            *[IMAGE_TOKEN] * num_image_tokens,
+            *end_tokens,
+            *words[TEXT_LENGTH:],
+        ],
+        pixels,
     )
 
 

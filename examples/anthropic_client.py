@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0}
 
 
 def converse(client: Anthropic, model: str) -> None:
-    """Print a message, then stream one."""
+    """Print an answer, then stream another answer to the same question."""
     question: Any = [{"role": "user", "content": "What is Penstock?"}]
     message: Any = client.messages.create(model=model, max_tokens=100, messages=question, extra_body=GREEDY)
     print("answer:", message.content[0].text)

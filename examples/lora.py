@@ -20,10 +20,10 @@ from safetensors.numpy import save_file
 from penstock import LLM, SamplingParams
 
 RANK = 4
-NUM_LAYERS, HIDDEN = 5, 256  # of the demo model, whose query projection is square
+NUM_LAYERS, HIDDEN_SIZE = 5, 256  # of the demo model, whose query projection is square
 
 
-def write_adapter(folder: Path, *, seed: int, size: float = 0.1) -> Path:
+def write_adapter(folder: Path, *, seed: int, scale: float = 0.1) -> Path:
     """Write a PEFT directory with an adapter of the query projections, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -38,8 +38,8 @@ def write_adapter(folder: Path, *, seed: int, size: float = 0.1) -> Path:
     tensors = {}
     for layer in range(NUM_LAYERS):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        for matrix, shape in (("lora_A", (RANK, HIDDEN)), ("lora_B", (HIDDEN, RANK))):
-            tensors[f"{name}.{matrix}.weight"] = (size * random.standard_normal(shape)).astype(np.float32)
+        for matrix, shape in (("lora_A", (RANK, HIDDEN_SIZE)), ("lora_B", (HIDDEN_SIZE, RANK))):
+            tensors[f"{name}.{matrix}.weight"] = (scale * random.standard_normal(shape)).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 

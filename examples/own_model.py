@@ -25,7 +25,8 @@ from penstock.pipelines import (
 )
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 
-TEXT = """The river runs to the mill, and the mill turns the wheel. The wheel turns the stone, and the
+TRAINING_TEXT = """\
+The river runs to the mill, and the mill turns the wheel. The wheel turns the stone, and the
 stone grinds the corn. The corn is sold in the town by the river, and the river runs to the sea."""
 
 
@@ -37,16 +38,16 @@ class LastTwoTokens:
 
 
 class TrigramModel(PipelineModel[TextContext]):
-    """A model that counts which tokens follow each pair of tokens in `TEXT`."""
+    """A model that counts which tokens follow each pair of tokens in `TRAINING_TEXT`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         tokenizer = TextTokenizer(self.pipeline_config.model.checkpoint)
-        ids = tokenizer.encode_text(TEXT).tolist()
-        self.vocabulary = tokenizer.vocab_size
-        self.pairs: dict[tuple[int, int], Tensor] = {}
+        ids = tokenizer.encode_text(TRAINING_TEXT).tolist()
+        self.vocab_size = tokenizer.vocab_size
+        self.logits_by_pair: dict[tuple[int, int], Tensor] = {}
         for first, second, third in zip(ids, ids[1:], ids[2:], strict=False):
-            row = self.pairs.setdefault((first, second), torch.full((self.vocabulary,), -20.0))
+            row = self.logits_by_pair.setdefault((first, second), torch.full((self.vocab_size,), -20.0))
             row[third] = row[third].clamp_min(-1.0) + 1.0
 
     @classmethod
@@ -75,8 +76,11 @@ class TrigramModel(PipelineModel[TextContext]):
         return LastTwoTokens(torch.stack([prev_model_inputs.tokens[:, 1], next_tokens], dim=1))
 
     def execute(self, model_inputs: LastTwoTokens) -> ModelOutputs:
-        unknown = torch.zeros(self.vocabulary)
-        rows = [self.pairs.get((first, second), unknown) for first, second in model_inputs.tokens.tolist()]
+        unknown = torch.zeros(self.vocab_size)
+        rows = [
+            self.logits_by_pair.get((first, second), unknown)
+            for first, second in model_inputs.tokens.tolist()
+        ]
         return ModelOutputs(next_token_logits=torch.stack(rows))
 
 

@@ -1,7 +1,7 @@
 """Scoring without generation: find the most probable of several answers.
 
-A prompt of the batch is the question with one of the answers. The score is the sum of the log probabilities
-of the answer's tokens. No token is generated. Multiple-choice benchmarks use such scores.
+Each prompt of the batch is the question followed by one of the answers. The score is the sum of the log
+probabilities of the answer's tokens, as in multiple-choice benchmarks. No token is generated.
 
     python examples/score_batch.py
 """

@@ -1,8 +1,8 @@
 """Semantic search over Markdown files with an embeddings model.
 
-The script splits the files at their headings and embeds each section with the prompt that the checkpoint has
-for documents. It embeds the query with the prompt for queries, and prints the titles of the sections with the
-highest similarity.
+The script splits the files at their headings and embeds each section with the checkpoint's prompt for
+documents. The script embeds the query with the checkpoint's prompt for queries, and prints the titles of the
+sections with the highest similarity.
 
     python examples/semantic_search.py MODEL "how much memory does the KV cache take"
 
@@ -28,13 +28,13 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 def sections(folder: Path) -> list[tuple[str, str]]:
     """Return the titles and texts of the sections of the Markdown files in a folder. Skips empty sections."""
-    found = []
+    titled_texts = []
     for path in sorted(folder.glob("*.md")):
         for part in re.split(r"^#+ ", path.read_text("utf-8"), flags=re.MULTILINE)[1:]:
             heading, _, body = part.partition("\n")
             if body.strip():
-                found.append((f"{path.name}: {heading}", f"{heading}\n{body.strip()}"))
-    return found
+                titled_texts.append((f"{path.name}: {heading}", f"{heading}\n{body.strip()}"))
+    return titled_texts
 
 
 def search(llm: LLM, query: str, texts: list[str], top_n: int) -> list[tuple[int, float]]:
@@ -55,18 +55,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=DOCS, help="folder of Markdown files")
     parser.add_argument("--top-n", type=int, default=5)
     arguments = parser.parse_args()
-    found = sections(arguments.folder)
-    if not found:
+    titled_texts = sections(arguments.folder)
+    if not titled_texts:
         sys.exit(f"{arguments.folder} has no Markdown files with sections")
     try:
         with LLM(arguments.model) as llm:
             if llm.config.model.pipeline_task is not PipelineTask.EMBEDDINGS_GENERATION:
                 sys.exit(f"{arguments.model} is not an embeddings model: use one, such as all-MiniLM-L6-v2")
-            best = search(llm, arguments.query, [text for _, text in found], arguments.top_n)
+            best = search(llm, arguments.query, [text for _, text in titled_texts], arguments.top_n)
     except PenstockError as error:
         sys.exit(f"{arguments.model} cannot be used for search: {error}")
     for i, score in best:
-        print(f"{score:.3f}  {found[i][0]}")
+        print(f"{score:.3f}  {titled_texts[i][0]}")
 
 
 if __name__ == "__main__":

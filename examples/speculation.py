@@ -1,7 +1,7 @@
-"""Speculative decoding: one forward verifies several draft tokens. The text does not change.
+"""Speculative decoding: one forward verifies several draft tokens. The generated text does not change.
 
 The answer repeats a text of the conversation, as in editing or summarizing. The method ``ngram`` takes the
-draft tokens from the conversation. With ``draft_model_path``, a small model generates them.
+draft tokens from the conversation. With ``draft_model_path``, a draft model generates the draft tokens.
 
     python examples/speculation.py
 """

@@ -34,8 +34,10 @@ def main() -> None:
     with LLM(options.model) as llm:
         if llm.config.model.pipeline_task is not PipelineTask.AUDIO_GENERATION:
             raise SystemExit(f"{options.model} is not a speech model")
-        form = llm.tokenizer.speech_format
-        params = llm.config.default_sampling_params(defaults=form.sampling_defaults, seed=options.seed)
+        speech_format = llm.tokenizer.speech_format
+        params = llm.config.default_sampling_params(
+            defaults=speech_format.sampling_defaults, seed=options.seed
+        )
         stream = llm.stream_speech(options.text, params, voice=options.voice)
         chunks = []
         for chunk in stream:
@@ -45,8 +47,11 @@ def main() -> None:
         metadata = chunk.metadata
     audio = np.concatenate(chunks)
     options.output.write_bytes(encode_audio(audio, stream.sample_rate, "wav"))
-    factor = metadata["elapsed_seconds"] / metadata["seconds"]
-    print(f"{metadata['seconds']:.2f} s of audio in {len(chunks)} chunks, real-time factor {factor:.2f}")
+    real_time_factor = metadata["elapsed_seconds"] / metadata["seconds"]
+    print(
+        f"{metadata['seconds']:.2f} s of audio in {len(chunks)} chunks, "
+        f"real-time factor {real_time_factor:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 >>> llm.generate("Once upon a time", SamplingParams(max_new_tokens=20))[0].text  # doctest: +SKIP
 ' there was a ...'
 
-Importing this package imports neither torch nor transformers. Its classes are imported on first use.
+Importing this package imports neither torch nor transformers. The classes are imported on first use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 def _limit_torch_instruction_set() -> None:
     """Limit the instruction set of torch's kernels to ``PENSTOCK_ISA``.
 
-    This function sets environment variables that torch reads when it is imported, unless they are set.
+    This function sets environment variables that torch reads on import, unless the user has set them.
     """
     isa = os.environ.get("PENSTOCK_ISA")
     for variable, values in _TORCH_VARIABLES.items():

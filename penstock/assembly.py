@@ -1,7 +1,7 @@
 """The composition root: builds tokenizer, pipeline, scheduler and worker runtime from a configuration.
 
-`LLM` and the worker process call these functions. They look up tasks in `penstock.pipelines.tasks` and
-architectures in their registry. No code of this module is specific to a task.
+`LLM` and the worker process call the functions of this module. The functions look up tasks and architectures
+in a `Catalog`. No code of this module is specific to a task.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MIN_PREFAULTED = 64 << 20
 """Minimum size of packed weights to prefault, in bytes. Page faults of smaller sizes take negligible time."""
 _PREFAULT_SHARE = 0.7
 """Maximum fraction of the free memory that is prefaulted. The memory planner may reject larger weights."""
-_PHASES = ("tokenizer", "libraries", "model")
+_STARTUP_PHASES = ("tokenizer", "libraries", "model")
 STREAMING_LATENCY_BUDGET = 0.02
 """Default time limit of a scheduler step in seconds. New requests wait up to this long, and streamed tokens
 arrive in groups at this interval."""
@@ -56,7 +56,7 @@ class Catalog:
 
         Raises:
             CheckpointError: the checkpoint is missing, or its architecture is unknown.
-            UnsupportedTaskError: there is no pipeline for its task.
+            UnsupportedTaskError: there is no pipeline for the checkpoint's task.
             ConfigError: the architecture does not support the checkpoint's quantization.
         """
         model = config.model
@@ -130,20 +130,20 @@ def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
     The memory is empty if the model does not pack weights at load, if it is divided among ranks, or if the
-    weights are very small or may not fit. Call it before importing torch, so that the thread runs meanwhile.
+    weights are very small or may not fit. Callers import torch after this call, while the thread runs.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size
 
-    size, device = 0, config.model.devices[0]
+    packed_bytes, device = 0, config.model.devices[0]
     if config.parallel.is_divided:
         return PrefaultedMemory(0)
     with suppress(PenstockError):  # `load_pipeline` reports the error
         backend = BACKENDS.candidates(device.device_type, config.model.kernels)[0]
         if device.is_host and backend.packs_weights and not config.model.packed_key.file.is_file():
-            size = estimate_packed_size(config)
-    has_room = size < CPU().stats["free_memory"] * _PREFAULT_SHARE
-    return PrefaultedMemory(size if size > _MIN_PREFAULTED and has_room else 0)
+            packed_bytes = estimate_packed_size(config)
+    has_room = packed_bytes < CPU().stats["free_memory"] * _PREFAULT_SHARE
+    return PrefaultedMemory(packed_bytes if packed_bytes > _MIN_PREFAULTED and has_room else 0)
 
 
 def load_pipeline(
@@ -189,12 +189,9 @@ def load_pipeline(
 
 
 def check_checkpoint(config: PipelineConfig) -> Any:
-    """Check that the configured model can be loaded, without reading its weights.
+    """Check that the configured model can be loaded, without reading its weights. Return its tokenizer.
 
-    Checks its architecture, its encoding, its tokenizer, and the name and shape of every tensor.
-
-    Returns:
-        The tokenizer.
+    Checks the architecture, the encoding, the tokenizer, and the name and shape of every tensor.
 
     Raises:
         CheckpointError: the model cannot be loaded; the message lists all tensors with errors.
@@ -208,13 +205,13 @@ def check_checkpoint(config: PipelineConfig) -> Any:
     from penstock.weights import Weights
 
     tokenizer = load_tokenizer(config)
-    model = _load_network(config)
+    model = _network_model_class(config)
     weights = _with_model_names(Weights.open(config.model.checkpoint, shapes_only=True), model)
-    length = model.calculate_max_seq_len(config, config.model.huggingface_config)
+    max_seq_len = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
         encoding = encoding_named(config.model.encoding)
         loader = Loader(weights, encoding.compute_dtype.value, torch.device("meta"))  # reads floats
-        model.build(loader, config.model.huggingface_config, length)
+        model.build(loader, config.model.huggingface_config, max_seq_len)
     weights.finish(model.ignored_tensors(config.model.huggingface_config))
     return tokenizer
 
@@ -224,7 +221,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: the back end does not pack weights, several ranks are set, or there is no native network.
+        ConfigError: the back end does not pack weights, the model is divided, or it has no native network.
         OSError: the file cannot be written.
     """
     from penstock.weights.packed_weights import write_packed
@@ -243,7 +240,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 def load_packed_layers(
     config: PipelineConfig, ops: Ops | None = None, *, is_uniform: bool = False
 ) -> tuple[list[PackedLinear], Weights]:
-    """Read and pack all linear layers of the configured model, with calibration if its encoding needs it.
+    """Read and pack all linear layers of the configured model, with calibration if the encoding needs it.
 
     Args:
         config: the configuration.
@@ -261,10 +258,10 @@ def load_packed_layers(
     from penstock.nn import Loader
     from penstock.weights import Weights
 
-    model = _load_network(config)
+    model = _network_model_class(config)
     ops = ops or _load_ops(config)
     weights = _with_model_names(Weights.open(config.model.checkpoint), model)
-    length = model.calculate_max_seq_len(config, config.model.huggingface_config)
+    max_seq_len = model.calculate_max_seq_len(config, config.model.huggingface_config)
     loader = Loader(
         weights,
         config.model.encoding,
@@ -274,7 +271,7 @@ def load_packed_layers(
         keep_stored=config.model.keeps_stored_layers and not is_uniform,
         is_uniform=is_uniform,
     )
-    network = model.read(weights, loader, config.model.huggingface_config, length)
+    network = model.read(weights, loader, config.model.huggingface_config, max_seq_len)
     model.calibrate(config, network, loader, ops)
     return loader.layers, weights
 
@@ -291,7 +288,7 @@ def _with_model_names(weights: Weights, model: type[NetworkModel[Any]]) -> Weigh
     return weights if model.weights_adapter is None else weights.renamed(model.weights_adapter)
 
 
-def _load_network(config: PipelineConfig) -> type[NetworkModel[Any]]:
+def _network_model_class(config: PipelineConfig) -> type[NetworkModel[Any]]:
     from penstock.architectures.network_model import NetworkModel
 
     architecture, _ = CATALOG.resolve(config)
@@ -312,11 +309,11 @@ def load_scheduler(
 
     Args:
         config: the configuration.
-        pipeline: made from the same configuration.
+        pipeline: the pipeline of the same configuration.
         isolates_faults: whether an error ends only the requests that cause it; otherwise ``step`` raises it.
     """
-    plan, steps = pipeline.memory_plan, pipeline.overlapped_steps
-    scheduler_class = Scheduler if steps is None else partial(OverlappedScheduler, steps=steps)
+    plan, overlapped = pipeline.memory_plan, pipeline.overlapped_steps
+    scheduler_class = Scheduler if overlapped is None else partial(OverlappedScheduler, steps=overlapped)
     return scheduler_class(
         pipeline,
         max_batch_size=plan.max_batch_size,
@@ -329,7 +326,7 @@ def load_scheduler(
 
 
 def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRuntime:
-    """Load the runtime of a worker. The worker's process calls ``functools.partial(load_runtime, config)``.
+    """Load the runtime of a worker, in the worker's process.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -346,7 +343,7 @@ def load_runtime(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRu
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
     seconds = [end - start for start, end in pairwise(times)]
-    return _make_runtime(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
+    return _make_runtime(config, pipeline, scheduler, list(zip(_STARTUP_PHASES, seconds, strict=True)))
 
 
 def _make_runtime(
@@ -359,7 +356,7 @@ def _make_runtime(
     from penstock.worker.process import WorkerRuntime
 
     limits = pipeline.kv.prefix_limits
-    plan, adapters, drafts = pipeline.memory_plan, pipeline.lora_manager, pipeline.speculation_stats
+    plan, adapters, speculation = pipeline.memory_plan, pipeline.lora_manager, pipeline.speculation_stats
     info = WorkerInfo(
         task=pipeline.task,
         max_length=plan.max_length,
@@ -384,10 +381,10 @@ def _make_runtime(
 
     def add_counts(stats: WorkerStats) -> None:
         stats.num_encoded_images, stats.num_cached_images = pipeline.image_counts
-        if drafts is not None:
-            stats.num_draft_tokens = drafts.num_proposed
-            stats.num_accepted_draft_tokens = drafts.num_accepted
-            stats.num_verified_steps = drafts.num_verified_steps
+        if speculation is not None:
+            stats.num_draft_tokens = speculation.num_proposed
+            stats.num_accepted_draft_tokens = speculation.num_accepted
+            stats.num_verified_steps = speculation.num_verified_steps
 
     return WorkerRuntime(
         scheduler=scheduler,

@@ -43,7 +43,7 @@ class CalibrationNetwork(Protocol):
     """A network that computes hidden states, without the output head."""
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys depend on the sequence length."""
         ...
 
@@ -61,14 +61,14 @@ def pack_calibrated(
 ) -> None:
     """Run the network on a fixed sequence of random tokens, and pack each layer after its use.
 
-    Packs only lazily packed layers whose encoding needs calibration.
-    Experts are not packed here, because with so few tokens most experts receive none.
+    Only lazily packed layers whose encoding needs calibration are packed. Experts are not packed here,
+    because with so few tokens most experts receive none.
 
     Args:
         network: a network whose weights are `LazyWeight` objects.
         spec: the KV cache of the network; None if it has no KV cache.
         ops: the operations that run the network.
-        config: contains the vocabulary size.
+        config: the checkpoint's configuration, which contains the vocabulary size.
         pack: called with each layer.
     """
     tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)
@@ -77,7 +77,7 @@ def pack_calibrated(
         torch.arange(NUM_TOKENS),
         torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
         None if spec is None else _cache_inputs(spec, tokens),
-        text_lengths=torch.full((NUM_TOKENS,), NUM_TOKENS) if network.length_dependent else None,
+        text_lengths=torch.full((NUM_TOKENS,), NUM_TOKENS) if network.is_length_dependent else None,
     )
     network(torch.from_numpy(tokens), step)
 
@@ -85,7 +85,7 @@ def pack_calibrated(
 def _cache_inputs(spec: KVCacheSpec, tokens: npt.NDArray[np.int64]) -> KVCacheInputs:
     """Return the inputs of a new KV cache that holds these tokens."""
     num_blocks = [group.max_blocks(NUM_TOKENS, _BLOCK_SIZE) + 1 for group in spec.groups]
-    kv = KVCacheManager(spec, num_blocks, _BLOCK_SIZE, enable_prefix_caching=False)
+    kv = KVCacheManager(spec, num_blocks, _BLOCK_SIZE, enable_prefix_caching=False, num_states=1)
     context = TextContext(prompt=tokens.tolist(), max_length=NUM_TOKENS + 1, tokens=tokens)
     kv.claim(context)
     kv.reserve(context)
@@ -120,10 +120,10 @@ class _CalibratingOps:
 
 
 def activation_statistics(x: Tensor) -> Tensor | None:
-    """Return the importance ``[in]`` of each input of ``x [T, in]``; None if the mean is 0 or not finite.
+    """Return the importance ``[in]`` of each input of ``x [T, in]``.
 
     The importance is the mean square of the input divided by the mean square of all inputs, plus
-    `_MIN_IMPORTANCE`.
+    `_MIN_IMPORTANCE`. Returns None if the mean square of all inputs is 0 or not finite.
     """
     squares = x.float().square().mean(0)  # [in]
     mean = squares.mean()

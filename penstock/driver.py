@@ -99,7 +99,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """The torch device."""
+        """The device as a ``torch.device``."""
         import torch
 
         return torch.device("cpu") if self.is_host else torch.device("cuda", self.id)
@@ -132,12 +132,12 @@ def Accelerator(id: int = 0) -> Device:  # named as in MAX's `max.driver`
     """
     count = accelerator_count()
     if id >= count:
-        raise ConfigError("devices", f"gpu:{id} does not exist, {_gpus(count)}: use --devices cpu")
+        raise ConfigError("devices", f"gpu:{id} does not exist, {_gpu_count_text(count)}: use --devices cpu")
     return Device(DeviceSpec.accelerator(id))
 
 
 def accelerator_count() -> int:
-    """Return the number of NVIDIA GPUs that torch can use."""
+    """Return the number of NVIDIA GPUs that torch can use; 0 without a GPU driver."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -168,23 +168,23 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + CACHE_LINE, np.uint8))
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + CACHE_LINE, np.uint8))
     start = -memory.data_ptr() % CACHE_LINE
-    return memory[start : start + size].view(dtype).view(*shape)
+    return memory[start : start + num_bytes].view(dtype).view(*shape)
 
 
-def host_zeros(size: int, dtype: torch.dtype, reader: torch.device) -> Tensor:
-    """Return ``[size]`` zeros in host memory, pinned if ``reader`` is a GPU.
+def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ``[size]`` zeros in host memory, pinned if ``device``, which copies them, is a GPU.
 
-    CUDA graphs copy from pinned memory only.
+    Copies in CUDA graphs need pinned memory.
     """
     import torch
 
-    return torch.zeros(size, dtype=dtype, pin_memory=reader.type != "cpu")
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type != "cpu")
 
 
-def _gpus(count: int) -> str:
+def _gpu_count_text(count: int) -> str:
     return "this machine has no usable GPU" if count == 0 else f"this machine has {count} GPU(s)"
 
 

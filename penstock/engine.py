@@ -26,10 +26,11 @@ class InferenceSession:
     Args:
         devices: the devices to run on; the CPU of the host if not given.
         num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
-            or ``OMP_NUM_THREADS``), limited by the CPU limit of the container. Ranks divide this number.
-        kernels: name of the back end; if not given, the best back end for the device.
+            or ``OMP_NUM_THREADS``), limited by the CPU limit of the container; ranks share this default
+            equally.
+        kernels: name of the kernel back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
-        deterministic: whether results of a row must be bit-equal in every batch. Some back ends then use
+        deterministic: whether results of a row must be bit-equal in every batch, for which some back ends use
             slower kernels.
         ranks: the processes that divide the models of this session; None for one process.
 
@@ -38,7 +39,7 @@ class InferenceSession:
         ForkedProcessError: this process was forked from a process in which a session exists.
     """
 
-    _process: ClassVar[int | None] = None
+    _first_session_pid: ClassVar[int | None] = None
     """Id of the process that created the first session. A forked child inherits this id, but not the
     threads."""
     _sessions: ClassVar[WeakSet[InferenceSession]] = WeakSet()
@@ -55,8 +56,8 @@ class InferenceSession:
         deterministic: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        if InferenceSession._process is None:
-            InferenceSession._process = os.getpid()
+        if InferenceSession._first_session_pid is None:
+            InferenceSession._first_session_pid = os.getpid()
         self.check_process()
         self.devices = list(devices or [CPU()])
         if len(self.devices) > 1:
@@ -74,7 +75,7 @@ class InferenceSession:
         self._graphs: GraphCache | None = None
         self._graphs_ops: Ops | None = None
         if num_threads is None:
-            num_threads = _allowed_threads() if ranks is None else default_threads_per_rank(ranks.world)
+            num_threads = _allowed_threads() if ranks is None else default_threads_per_rank(ranks.world_size)
         if num_threads is not None:
             import torch
 
@@ -87,9 +88,9 @@ class InferenceSession:
             ForkedProcessError: the process was forked after the first session was created. A forked process
                 has no OpenMP threads, so its next parallel loop would never end.
         """
-        process = os.getpid()
-        if InferenceSession._process not in (None, process):
-            raise ForkedProcessError(InferenceSession._process, process)
+        pid = os.getpid()
+        if InferenceSession._first_session_pid not in (None, pid):
+            raise ForkedProcessError(InferenceSession._first_session_pid, pid)
 
     @classmethod
     def free_memory_of(cls, devices: Sequence[Device]) -> int:
@@ -103,14 +104,14 @@ class InferenceSession:
 
     @property
     def shard(self) -> Shard:
-        """The part of this process in models that are divided among several processes."""
+        """The part of a divided model that this process computes; all of the model without other ranks."""
         from penstock.distributed import Shard
 
         return Shard() if self.ranks is None else self.ranks.shard
 
     @property
     def kernels(self) -> str:
-        """The back end that computes operations, followed by its instruction set if it has several."""
+        """The name of the back end that computes operations, with its instruction set if it has several."""
         return self.ops.description
 
     @cached_property
@@ -174,8 +175,8 @@ class InferenceSession:
     def compiled_steps(self) -> str:
         """Text that describes which steps of a model can be compiled.
 
-        For example ``of up to 512 rows without sample``, if steps with this operation run eagerly, or
-        ``none``.
+        ``of up to 512 rows without sample`` means that steps of more rows, and steps with the operation
+        ``sample``, run eagerly. ``none`` means that all steps run eagerly.
         """
         graphs = self.graphs
         if graphs is None:
@@ -187,11 +188,11 @@ class InferenceSession:
         return f"of up to {graphs.max_rows} rows{exceptions}"
 
 
-def default_threads_per_rank(world: int) -> int:
-    """Return the number of threads of each rank if ``world`` ranks share the cores equally."""
+def default_threads_per_rank(world_size: int) -> int:
+    """Return the number of threads of each rank if ``world_size`` ranks share the cores equally."""
     import torch
 
-    return max((_allowed_threads() or torch.get_num_threads()) // world, 1)
+    return max((_allowed_threads() or torch.get_num_threads()) // world_size, 1)
 
 
 def _allowed_threads() -> int | None:

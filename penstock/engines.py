@@ -33,9 +33,9 @@ class WorkerShare:
     processors: ProcessorShare | None = None
     """The processors of the worker; None if it may use all processors."""
     memory: int | None = None
-    """Maximum bytes of host memory for weights, activations and KV cache; None for the configured size."""
+    """Maximum bytes of host memory for weights, activations and KV cache; None for `utilization`."""
     utilization: float | None = None
-    """Fraction of the free memory of the device that this worker uses; None for the configured fraction."""
+    """Fraction of the device's free memory that this worker uses; None for ``device_memory_utilization``."""
 
 
 def make_engine(
@@ -63,11 +63,11 @@ def make_engine(
     Raises:
         ConfigError: the devices cannot be divided among the workers.
     """
-    shares = divide(config, memory)
+    shares = divide_resources(config, memory)
 
     def make_worker(number: int) -> WorkerClient:
         return WorkerClient(
-            partial(load_share, config, shares[number], load),
+            partial(load_worker_runtime, config, shares[number], load),
             max_queue_size=max_queue_size,
             hang_limit=hang_limit,
             memory_limit=memory_limit,
@@ -80,7 +80,7 @@ def make_engine(
     return WorkerRouter([make_worker(number) for number in range(len(shares))], make_worker=make_worker)
 
 
-def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShare]:
+def divide_resources(config: PipelineConfig, memory: int | None = None) -> list[WorkerShare]:
     """Return the share of each worker: processors, devices and memory.
 
     Raises:
@@ -116,8 +116,11 @@ def divide(config: PipelineConfig, memory: int | None = None) -> list[WorkerShar
     ]
 
 
-def load_share(config: PipelineConfig, share: WorkerShare, load: LoadRuntime) -> WorkerRuntime:
-    """Load the runtime of a worker within its share. Runs in the worker's process, before torch is loaded."""
+def load_worker_runtime(config: PipelineConfig, share: WorkerShare, load: LoadRuntime) -> WorkerRuntime:
+    """Load the runtime of a worker with the resources of its share.
+
+    Runs in the worker's process, before torch is loaded.
+    """
     num_threads = config.num_threads
     if share.processors is not None:
         pin(share.processors.processors)

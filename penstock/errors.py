@@ -1,4 +1,4 @@
-"""The exceptions of Penstock that a caller can cause, with their attributes.
+"""The exceptions of Penstock, with their attributes.
 
     PenstockError
     ├── InputError (ValueError)
@@ -23,8 +23,8 @@
     ├── ForkedProcessError (RuntimeError)      origin, process
     └── MissingDependencyError (ImportError)   package, extra
 
-A failed ``assert`` is a bug in Penstock. An error that a caller can cause raises one of these exceptions. Its
-message contains the numbers and what to do next.
+An error that a caller or the environment can cause raises one of these exceptions. The message contains the
+numbers and what to do next. A failed ``assert`` is a bug in Penstock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from difflib import get_close_matches
 
 
 class PenstockError(Exception):
-    """The base class of all exceptions that a caller of Penstock can cause."""
+    """The base class of all exceptions of Penstock."""
 
 
 class InputError(PenstockError, ValueError):
@@ -42,7 +42,7 @@ class InputError(PenstockError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """A prompt has ``max_length`` tokens or more, or the input of an encoder has more than ``max_length``.
+    """A prompt leaves no room for output within ``max_length`` tokens, or an input without output exceeds it.
 
     Args:
         num_tokens: the number of tokens of the prompt.
@@ -144,9 +144,9 @@ class OverloadedError(UnavailableError):
 
 
 class RankFailedError(UnavailableError):
-    """A process of tensor parallelism has ended or does not respond. The loaded model is lost.
+    """A rank of a divided model has ended or does not respond. The loaded model is lost.
 
-    A server restarts all processes of the model. A program opens the model again.
+    A server restarts all processes of the model. Other programs must load the model again.
     """
 
 
@@ -159,7 +159,7 @@ class ConfigError(PenstockError, ValueError):
 
 
 class CheckpointError(PenstockError, ValueError):
-    """A checkpoint cannot be read."""
+    """A checkpoint cannot be read or used."""
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -175,7 +175,7 @@ class WeightsError(CheckpointError):
 
 
 class UnknownArchitectureError(CheckpointError):
-    """The checkpoint's ``model_type`` has no folder under ``penstock/architectures``."""
+    """Penstock does not implement the checkpoint's ``model_type``, or the architecture of its GGUF file."""
 
     def __init__(self, path: object, architecture: str, known: Iterable[str]) -> None:
         names = sorted(known)
@@ -214,7 +214,7 @@ class InsufficientMemoryError(PenstockError):
 
 
 class InsufficientBlocksError(InsufficientMemoryError):
-    """The KV cache has too few free blocks for a context. No block was reserved for this context."""
+    """The KV cache has too few free blocks for a request. No block was reserved for this request."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(

@@ -27,24 +27,24 @@ def compute_log_probabilities(
 
     See `PipelineModel.compute_log_probabilities`.
 
-    Without echo, an entry contains the sampled token. With echo, it also contains the input tokens of this
-    step except the first token, whose logits were computed in the previous step. Echo needs logits at all
-    positions of the sequence (``return_n_logits``).
+    Without echo, an entry has the log probability of the sampled token. With echo, it also has those of the
+    input tokens of this step, except of the first input token, whose logits were computed in the previous
+    step. Echo needs logits at all positions of the sequence (``return_n_logits``).
 
     Raises:
-        ValueError: echo is requested, but the forward returned fewer rows of logits.
+        ValueError: echo is requested, but ``logits`` lacks rows for some of the sequence's input tokens.
     """
-    rows = row_offsets.tolist()
-    offsets = logit_offsets.tolist()
+    input_starts = row_offsets.tolist()
+    logit_starts = logit_offsets.tolist()
     rows_by_sequence: list[_Rows | None] = []
     for sequence, (top_n, echo) in enumerate(zip(batch_top_n, batch_echo, strict=True)):
         if top_n == 0:
             rows_by_sequence.append(None)
             continue
-        start, stop = offsets[sequence], offsets[sequence + 1]
+        start, stop = logit_starts[sequence], logit_starts[sequence + 1]
         targets = next_tokens[sequence : sequence + 1]
         if echo:
-            inputs = tokens[rows[sequence] : rows[sequence + 1]]
+            inputs = tokens[input_starts[sequence] : input_starts[sequence + 1]]
             if stop - start < len(inputs):
                 raise ValueError(
                     f"echo needs logits of all {len(inputs)} input tokens, the model returned {stop - start}"
@@ -55,21 +55,21 @@ def compute_log_probabilities(
     for top_n in {rows.top_n for rows in requested_rows}:
         # One call per top_n, so that k does not depend on other requests: the order of equal logits in the
         # result of topk can depend on k.
-        _fill(logits, [rows for rows in requested_rows if rows.top_n == top_n], top_n)
+        _fill_entries(logits, [rows for rows in requested_rows if rows.top_n == top_n], top_n)
     return [None if rows is None else rows.entry for rows in rows_by_sequence]
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of logits of one sequence, and the next token of each row."""
+    """The rows of logits of one sequence, and for each row the token whose log probability is requested."""
 
-    start: int
-    targets: Tensor  # [n]
+    start: int  # index of the first row
+    targets: Tensor  # [n], the token of each row
     top_n: int
     entry: LogProbabilities = field(default_factory=lambda: LogProbabilities([], []))
 
 
-def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
+def _fill_entries(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
     """Fill the entries of all sequences. Rows are processed in chunks, so that copies need little memory."""
     indices = torch.cat(
         [torch.arange(sequence.start, sequence.start + len(sequence.targets)) for sequence in sequences]
@@ -77,9 +77,9 @@ def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R
     indices = indices.to(logits.device)
     targets = torch.cat([sequence.targets for sequence in sequences])
     entries = [sequence.entry for sequence in sequences for _ in range(len(sequence.targets))]
-    chunk = max(1, _MAX_LOGITS // logits.shape[-1])
-    for start in range(0, len(entries), chunk):
-        rows = slice(start, start + chunk)
+    rows_per_chunk = max(1, _MAX_LOGITS // logits.shape[-1])
+    for start in range(0, len(entries), rows_per_chunk):
+        rows = slice(start, start + rows_per_chunk)
         scores = torch.log_softmax(logits[indices[rows]].float(), dim=-1)
         target_scores = scores.gather(1, targets[rows, None])[:, 0].tolist()
         top_scores = scores.topk(top_n, dim=-1)

@@ -1,4 +1,4 @@
-"""Loads a model that is divided among several processes: rank 0 in this one, the other ranks in new ones."""
+"""Loads a model that is divided among ranks: rank 0 in the calling process, the other ranks in new ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_on_ranks(
     pins_ranks = config.parallel.pin_ranks and devices[0].is_host
     shares = rank_processors(len(devices)) if pins_ranks else ()
     settings = RankSettings(
-        world=config.parallel.tensor_parallel_size,
+        world_size=config.parallel.tensor_parallel_size,
         devices=tuple(device.torch_device for device in devices),
         timeout=config.parallel.collective_timeout,
         by_expert=config.parallel.expert_parallel,
@@ -71,7 +71,7 @@ def run_rank(config: PipelineConfig, resolve: Resolve, ranks: Ranks) -> None:
     Runs in the processes of all ranks except rank 0.
 
     Raises:
-        PenstockError: the part of the model cannot be loaded.
+        PenstockError: this rank's part of the model cannot be loaded.
         EOFError: rank 0 has closed the model or has ended.
         RankFailedError: another rank has ended.
     """
@@ -102,14 +102,14 @@ def rank_devices(config: PipelineConfig) -> Sequence[Device]:
     Raises:
         ConfigError: the number of GPUs differs from the number of ranks.
     """
-    world, devices = config.parallel.tensor_parallel_size, load_devices(config.model.devices)
+    world_size, devices = config.parallel.tensor_parallel_size, load_devices(config.model.devices)
     if devices[0].is_host:
-        return devices * world
-    if len(devices) != world:
+        return devices * world_size
+    if len(devices) != world_size:
         raise ConfigError(
             "tensor_parallel_size",
-            f"{world} processes need {world} GPUs, but devices lists {len(devices)}: use --devices "
-            f"gpu:{','.join(map(str, range(world)))}",
+            f"{world_size} processes need {world_size} GPUs, but devices lists {len(devices)}: use --devices "
+            f"gpu:{','.join(map(str, range(world_size)))}",
         )
     return devices
 
@@ -122,7 +122,7 @@ def check_divisible(config: PipelineConfig, architecture: SupportedArchitecture)
             setting.
     """
     model = architecture.load_pipeline_model()
-    if not (issubclass(model, DecoderModel) and model.is_divisible):
+    if not (issubclass(model, DecoderModel) and model.supports_tensor_parallelism):
         raise ConfigError(
             "tensor_parallel_size",
             f"{model.__name__} ({architecture.name}, {architecture.task.option}) cannot be divided among "

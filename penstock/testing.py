@@ -127,8 +127,8 @@ class FakePipeline:
     ) -> dict[str, TextGenerationResponse]:
         """Run up to ``num_steps`` steps and return the new tokens of each context.
 
-        Fewer steps run if a context would otherwise exceed its maximum length. Only one step runs if a
-        context has tokens after its next chunk, or reports log probabilities.
+        Fewer steps run if a context would otherwise exceed its maximum length. Only one step runs if this
+        call computes only a part of a context's prompt, or if a context reports log probabilities.
 
         Raises:
             InputError: ``num_steps`` is less than 1, or a request has ended.
@@ -143,8 +143,10 @@ class FakePipeline:
             context.active_idx < context.end_idx or context.log_probabilities for context in batch.values()
         ):
             num_steps = 1
-        num_left = min((context.max_length - context.current_length for context in batch.values()), default=1)
-        num_steps = max(1, min(num_steps, num_left))
+        max_steps = min(
+            (context.max_length - context.current_length for context in batch.values()), default=1
+        )
+        num_steps = max(1, min(num_steps, max_steps))
         for context in batch.values():
             self.kv.claim(context)
             self.kv.reserve(context, num_steps - 1)
@@ -155,7 +157,7 @@ class FakePipeline:
         return {request_id: context.outstanding_response() for request_id, context in batch.items()}
 
     def release(self, context: TextContext) -> None:
-        """Free the context's cache slot and blocks, if it has any."""
+        """Free the KV blocks of a context. Do nothing if it has none."""
         self.kv.release(context)
 
     def _step(self, batch: Mapping[str, TextContext]) -> None:
@@ -181,6 +183,7 @@ class FakePipeline:
 
 
 def _letter_after(context: TextContext) -> int:
+    """Return a letter, a space or `FakeTokenizer.EOS`, chosen by a checksum of all tokens of the context."""
     checksum = crc32(context.all_tokens.astype(np.int64).tobytes())
     return FakeTokenizer.EOS if checksum % 16 == 0 else _LETTERS[checksum // 16 % len(_LETTERS)]
 

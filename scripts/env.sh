@@ -1,6 +1,7 @@
-# Other scripts source this file. It changes to the root of the project, and creates or updates .venv with Penstock.
-# PYTHON selects the Python interpreter. The default is the first usable one. If that interpreter has torch, .venv uses
-# its torch instead of installing one. The output of pip is written to .venv/install.log.
+# Other scripts source this file. This file changes to the root of the project, and creates or updates .venv with
+# Penstock. PYTHON selects the Python interpreter; the default is the first usable interpreter. If the interpreter has
+# torch, .venv uses the torch of the interpreter instead of installing torch. The output of pip is written to
+# .venv/install.log.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source scripts/share_torch.sh

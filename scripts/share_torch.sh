@@ -11,7 +11,7 @@ share_torch() {
   fi
 }
 
-# constraints_of VENV: prints the constraints file to install with. It omits torch if VENV shares one.
+# constraints_of VENV: prints the path of the constraints file for pip. The file omits torch if VENV shares a torch.
 constraints_of() {
   if compgen -G "$1/lib/python*/site-packages/shared_torch.pth" >/dev/null; then
     grep -v '^torch==' constraints.txt >"$1/constraints.txt"

@@ -43,7 +43,7 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recorded_inputs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor | None]]:
-    """Return a list that receives the input ``[T, in]`` and the statistics ``[in]`` of each layer."""
+    """Return a list that receives the input ``[T, in]`` and statistics ``[in]`` of each calibrated layer."""
     inputs: list[tuple[Tensor, Tensor | None]] = []
 
     def record_statistics(x: Tensor) -> Tensor | None:
@@ -172,7 +172,7 @@ def test_progress_counts_every_calibrated_byte_once(
     assert set(byte_counts_by_title) == {"loading", "quantizing"}
 
 
-def test_calibration_leaves_no_state(checkpoint_folder: Path) -> None:
+def test_calibration_leaves_no_pending_weights_and_no_reserved_memory(checkpoint_folder: Path) -> None:
     def count_pending_weights() -> int:
         return sum(type(gc_object) is LazyWeight and bool(gc_object.parts) for gc_object in gc.get_objects())
 

@@ -33,7 +33,7 @@ def test_invalid_devices_are_refused() -> None:
         DeviceSpec(-1)
 
 
-def test_at_least_one_device_exists() -> None:
+def test_the_available_devices_can_be_opened() -> None:
     assert load_devices(scan_available_devices())
 
 

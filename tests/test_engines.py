@@ -11,7 +11,7 @@ import pytest
 from penstock import engines
 from penstock.config import PipelineConfig
 from penstock.driver import DeviceSpec
-from penstock.engines import WorkerShare, divide, load_share, make_engine
+from penstock.engines import WorkerShare, divide_resources, load_worker_runtime, make_engine
 from penstock.errors import ConfigError
 from penstock.host.processors import ProcessorShare
 
@@ -32,14 +32,14 @@ def load_config(
     """Return the configuration of a worker with this share. Check that it is pinned to its processors."""
     pinned_processors: list[tuple[int, ...]] = []
     monkeypatch.setattr(engines, "pin", pinned_processors.append)
-    worker_config = load_share(config, share, cast(Any, lambda config: config))
+    worker_config = load_worker_runtime(config, share, cast(Any, lambda config: config))
     assert pinned_processors == ([] if share.processors is None else [share.processors.processors])
     return cast(PipelineConfig, worker_config)
 
 
 def test_one_worker_gets_all_resources(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
-    (share,) = divide(config)
+    (share,) = divide_resources(config)
     assert share == WorkerShare((DeviceSpec.cpu(),))
     assert load_config(config, share, monkeypatch) == config
 
@@ -48,7 +48,7 @@ def test_workers_on_a_cpu_divide_processors_and_memory(monkeypatch: pytest.Monke
     stats = {"free_memory": 1000}
     monkeypatch.setattr(engines, "CPU", lambda: SimpleNamespace(stats=stats))
     config = make_config(data_parallel_size=2, device_memory_utilization=0.8)
-    shares = divide(config)
+    shares = divide_resources(config)
     assert [(len(share.processors.processors), share.memory) for share in shares if share.processors] == [
         (4, 400),
         (4, 400),
@@ -66,25 +66,25 @@ def test_workers_on_a_cpu_divide_processors_and_memory(monkeypatch: pytest.Monke
 
 def test_num_threads_applies_to_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(data_parallel_size=2, num_threads=3)
-    assert load_config(config, divide(config)[1], monkeypatch).num_threads == 3
+    assert load_config(config, divide_resources(config)[1], monkeypatch).num_threads == 3
 
 
 def test_workers_divide_gpus_or_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = tuple(DeviceSpec(number, "gpu") for number in range(4))
-    shares = divide(make_config(data_parallel_size=2, devices=gpus))
+    shares = divide_resources(make_config(data_parallel_size=2, devices=gpus))
     assert [share.devices for share in shares] == [gpus[:2], gpus[2:]]
     shared_gpu = make_config(data_parallel_size=2, devices=gpus[:1], device_memory_utilization=0.8)
-    shares = divide(shared_gpu)
+    shares = divide_resources(shared_gpu)
     assert [share.devices for share in shares] == [gpus[:1]] * 2
     assert load_config(shared_gpu, shares[0], monkeypatch).kv_cache.device_memory_utilization == 0.4
     with pytest.raises(ConfigError, match="2 workers cannot divide 3 devices"):
-        divide(make_config(data_parallel_size=2, devices=gpus[:3]))
+        divide_resources(make_config(data_parallel_size=2, devices=gpus[:3]))
 
 
 def test_the_memory_of_a_share_sets_the_memory_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "CPU", lambda: SimpleNamespace(stats={"free_memory": 1000}))
     config = make_config()
-    (share,) = divide(config, 250)
+    (share,) = divide_resources(config, 250)
     assert load_config(config, share, monkeypatch).kv_cache.device_memory_utilization == 0.25
 
 

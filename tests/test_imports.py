@@ -51,7 +51,7 @@ def test_listing_architectures_loads_no_heavy_package() -> None:
     assert _run_in_new_process(code) == ""
 
 
-def test_public_names_are_listed_and_are_the_original_objects() -> None:
+def test_llm_is_listed_and_sampling_params_is_the_original_class() -> None:
     code = (
         "import penstock; from penstock import SamplingParams; assert 'LLM' in dir(penstock);"
         "from penstock.pipelines.core import SamplingParams as original; print(SamplingParams is original)"

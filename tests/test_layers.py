@@ -2,8 +2,8 @@
 
 A folder may import the folders and packages in its row of TABLE, its own modules, the standard library,
 ``penstock.errors``, ``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. The table
-also applies to imports inside functions and under ``TYPE_CHECKING``. There, the packages in ``Row.lazy`` are
-also allowed.
+also applies to imports inside functions and under ``TYPE_CHECKING``, where the packages in ``Row.lazy`` are
+allowed, too.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class Import:
     line: int
     source: str
     target: str
-    location: ImportScope
+    scope: ImportScope
 
     def __str__(self) -> str:
-        kind = {"module": "", "typing": " for typing", "function": " in a function"}[self.location]
+        scope = {"module": "", "typing": " for typing", "function": " in a function"}[self.scope]
         name = self.source.removeprefix("penstock.")
-        return f"{name} imports {self.target.removeprefix('penstock.')}{kind} at {self.file}:{self.line}"
+        return f"{name} imports {self.target.removeprefix('penstock.')}{scope} at {self.file}:{self.line}"
 
 
 def test_imports_follow_the_table() -> None:
@@ -254,7 +254,7 @@ def find_violations(file: Path, root: Path = ROOT) -> Iterator[str]:
 def _is_allowed(imported: Import, folder: str, row: Row) -> bool:
     package = imported.target.split(".")[0]
     if package != "penstock":
-        packages = row.packages.split() + (row.lazy.split() if imported.location != "module" else [])
+        packages = row.packages.split() + (row.lazy.split() if imported.scope != "module" else [])
         return package in sys.stdlib_module_names or package in packages
     target = _find_row(imported.target)
     if imported.target == "penstock.__version__" or target in ("errors", "dtype", "plain_numbers"):
@@ -267,15 +267,15 @@ def find_imports(file: Path, root: Path = ROOT) -> Iterator[Import]:
     source = _module_name(file.relative_to(root))
     package = file.relative_to(root).parts[:-1]
 
-    def walk(node: ast.AST, location: ImportScope) -> Iterator[Import]:
+    def walk(node: ast.AST, scope: ImportScope) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             for target in _imported_names(child, package):
-                yield Import(file.relative_to(root), child.lineno, source, target, location)  # type: ignore[attr-defined]
+                yield Import(file.relative_to(root), child.lineno, source, target, scope)  # type: ignore[attr-defined]
             is_inside_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from walk(child, "typing")
             else:
-                yield from walk(child, "function" if is_inside_function else location)
+                yield from walk(child, "function" if is_inside_function else scope)
 
     yield from walk(_parse(file), "module")
 

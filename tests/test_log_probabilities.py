@@ -23,7 +23,7 @@ from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContex
 PROMPT = random_tokens(45, VOCABULARY, seed=8)
 
 
-def compute_expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, float]]:
+def expected_log_probabilities(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, float]]:
     scores = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64) - row.max()).sum()) - row.max()
     best_ids = np.argsort(-scores, kind="stable")[:top_n]
     return scores[token], {int(i): scores[i] for i in best_ids} | {token: scores[token]}
@@ -71,7 +71,9 @@ def test_log_probabilities_of_any_batch_equal_numpy(
         else:
             assert entry is not None
             targets = [*tokens[first_token + 1 : first_token + length], next_token] if echo else [next_token]
-            expected = [compute_expected(logits[row + i], int(t), top_n) for i, t in enumerate(targets)]
+            expected = [
+                expected_log_probabilities(logits[row + i], int(t), top_n) for i, t in enumerate(targets)
+            ]
             assert entry.token_log_probabilities == pytest.approx([value for value, _ in expected], abs=1e-5)
             for actual, (_, top_entries) in zip(entry.top_log_probabilities, expected, strict=True):
                 assert actual == pytest.approx(top_entries, abs=1e-5)
@@ -86,7 +88,7 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
         torch.tensor([3]), offsets, logits, offsets, torch.tensor([7]), [1], [False]
     )
     assert entry is not None
-    value, _ = compute_expected(logits[0].float().numpy(), 7, 1)
+    value, _ = expected_log_probabilities(logits[0].float().numpy(), 7, 1)
     assert entry.token_log_probabilities == pytest.approx([value], abs=1e-5)
 
 
@@ -114,7 +116,7 @@ def make_scored_context(echo: bool, salt: str, **params: Any) -> TextContext:
     """Return a context with log probabilities. Only contexts with the same ``salt`` share cached blocks."""
     return make_context(
         PROMPT,
-        max_new=6,
+        max_new_tokens=6,
         log_probabilities=3,
         log_probabilities_echo=echo,
         cache_salt=salt,
@@ -168,7 +170,8 @@ def test_log_probabilities_do_not_depend_on_batching_chunks_cache_or_preemption(
         "a context with echo reads no cached blocks"
     )
     batch_mates = [
-        make_context(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
+        make_context(random_tokens(9, VOCABULARY, seed=i), max_new_tokens=4, log_probabilities=i)
+        for i in range(5)
     ]
     assert (
         run_context(pipeline, make_scored_context(echo, "batched"), batch_contexts=batch_mates) == single_rows

@@ -5,8 +5,8 @@
 
 The model and espeak-ng speak each sentence. Speech recognizers transcribe both. The mel distance compares the
 model's speech of a sentence with espeak-ng's speech of the same sentence, and of another sentence (the
-control). For each selected phrase, the tool also counts how many of its spellings are understood when the
-model speaks them.
+control). For each phrase of `SELECTED_PHRASES`, the tool also counts the spellings whose speech the
+recognizers understand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from demo_voice.codec import log_mel
 from demo_voice.espeak import Espeak
-from demo_voice.measure import Recogniser, edit_distance, mel_distance, split_words
+from demo_voice.measure import Recognizer, edit_distance, mel_distance, split_words
 from demo_voice.phrases import SELECTED_PHRASES, sentence_pairs, variants
 from demo_voice.sentences import sentence, training_texts
 from torch import Tensor
@@ -38,7 +38,7 @@ def held_out_sentences(count: int, seed: int) -> list[str]:
     return texts
 
 
-def word_error_rate(texts: list[str], speech: list[Tensor], recognizer: Recogniser) -> float:
+def word_error_rate(texts: list[str], speech: list[Tensor], recognizer: Recognizer) -> float:
     """Return the word errors of the transcripts of all texts, divided by the number of words."""
     expected = [split_words(text) for text in texts]
     transcripts = [recognizer(samples) for samples in speech]
@@ -87,8 +87,8 @@ def main() -> None:
     speech = [torch.from_numpy(output.audio) for output in outputs]
     model_speech, greeting_speech = speech[: len(texts)], speech[len(texts) :]
     for name, recognizer in (
-        ("grammar", Recogniser(with_grammar=True, further_sentences=SELECTED_PHRASES)),
-        ("general model", Recogniser(with_grammar=False)),
+        ("grammar", Recognizer(with_grammar=True, further_sentences=SELECTED_PHRASES)),
+        ("general model", Recognizer(with_grammar=False)),
     ):
         for phrase in SELECTED_PHRASES:
             is_understood = [
@@ -102,7 +102,7 @@ def main() -> None:
     espeak_speech = [speak(text) for text in texts]
     for name, with_grammar in (("grammar", True), ("general model", False)):
         rates = [
-            word_error_rate(texts, waveforms, Recogniser(with_grammar=with_grammar))
+            word_error_rate(texts, waveforms, Recognizer(with_grammar=with_grammar))
             for waveforms in (model_speech, espeak_speech)
         ]
         print(f"word error rate, recognizer with {name}: demo voice {rates[0]:.3f}, espeak-ng {rates[1]:.3f}")

@@ -8,8 +8,8 @@ document in fifty as held out. ``--seed`` determines the documents, the tokenize
 schedule depends on the elapsed time: a faster machine trains on more text, in the same order.
 
 ``--start FOLDER`` begins with the weights and the tokenizer of an exported model. Use a smaller
-``--learning-rate`` with it. ``--resume`` continues from the last checkpoint in ``--checkpoints``.
-``--export-only`` writes that checkpoint to ``--out`` and measures it.
+``--learning-rate`` with ``--start``. ``--resume`` continues from the last checkpoint in ``--checkpoints``.
+``--export-only`` exports this checkpoint to ``--out`` and measures its losses.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 MICRO_BATCH_TOKENS = 2048
-MEASURED_BATCHES = 24
+NUM_MEASURED_BATCHES = 24
 HELD_OUT_SEED_OFFSET = 1_000_003
 TRAIN_SAMPLE_SEED_OFFSET = 2_000_003
 
@@ -111,7 +111,7 @@ class Block(nn.Module):
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Return causal attention, computed with matrix products.
 
-        For short rows they are faster than the fused CPU kernel of torch.
+        For short rows, matrix products are faster than the fused CPU kernel of torch.
         """
         shape, (rows, length, _) = self.shape, x.shape
         heads = self.qkv(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
@@ -294,9 +294,9 @@ class Trainer:
         # A resumed run reads another stream of documents. The same stream would repeat its beginning.
         self.packer = Packer(encoder, options.seed + self.progress.step)
         held_out = Packer(encoder, options.seed + HELD_OUT_SEED_OFFSET, held_out=True, distinct=True)
-        self.held_out = [next_batch(held_out, 512) for _ in range(MEASURED_BATCHES)]
+        self.held_out = [next_batch(held_out, 512) for _ in range(NUM_MEASURED_BATCHES)]
         sample = Packer(encoder, options.seed + TRAIN_SAMPLE_SEED_OFFSET, distinct=True)
-        self.train_sample = [next_batch(sample, 512) for _ in range(MEASURED_BATCHES)]
+        self.train_sample = [next_batch(sample, 512) for _ in range(NUM_MEASURED_BATCHES)]
 
     def _load_or_train_tokenizer(self) -> Tokenizer:
         path = self.options.checkpoints / "tokenizer.json"
@@ -348,7 +348,7 @@ class Trainer:
     def _report(self, loss: float, budget: float) -> None:
         """Measure the held-out loss, print one line, and save a checkpoint."""
         progress = self.progress
-        held_out = measure(self.model, self.held_out[: MEASURED_BATCHES // 4])
+        held_out = measure(self.model, self.held_out[: NUM_MEASURED_BATCHES // 4])
         entry = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
         before = progress.history[-1] if progress.history else {"tokens": 0, "seconds": 0.0}
         speed = (entry["tokens"] - before["tokens"]) / (entry["seconds"] - before["seconds"])
@@ -364,7 +364,7 @@ class Trainer:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory.
 
-    Otherwise each step allocates it again, which takes a fifth of the time.
+    Otherwise each step allocates its memory again from the kernel, which takes a fifth of the training time.
     """
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     try:

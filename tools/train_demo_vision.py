@@ -3,11 +3,11 @@
     python tools/train_demo_vision.py --out penstock/demo/vision --minutes 70
 
 ``tools/demo_vision`` generates pictures of shapes, questions and answers during the training. The stream is
-endless. In a second task, which only helps the training, the vision tower learns which shape covers each
-patch. ``--seed`` determines the pictures, the questions and the initial weights. After a
+endless. In a second task, which only helps the training, the vision tower learns the shape and the colour of
+the thing at each patch. ``--seed`` determines the pictures, the questions and the initial weights. After a
 warm-up of 200 steps, the learning rate depends on the elapsed time. A faster machine trains on more pictures.
 
-``--resume`` continues from the last checkpoint in ``--work``. ``--export-only`` writes that checkpoint to
+``--resume`` continues from the last checkpoint in ``--work``. ``--export-only`` exports this checkpoint to
 ``--out``.
 """
 
@@ -40,10 +40,10 @@ SAVE_INTERVAL = 120.0
 """Seconds between two checkpoints."""
 
 
-def text_shape(vocabulary: int) -> Shape:
-    """Return the sizes of the decoder for a vocabulary."""
+def text_shape(vocab_size: int) -> Shape:
+    """Return the sizes of the decoder for a vocabulary size."""
     return Shape(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         hidden_size=128,
         num_layers=3,
         num_heads=4,
@@ -91,7 +91,7 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
-        sizes = self.tower.rows, self.tower.grid, self.tower.image_size
+        sizes = self.tower.num_image_tokens, self.tower.grid, self.tower.image_size
         self.examples = Examples(self.tokenizer, options.seed + 1 + self.step, *sizes)
 
     def run(self) -> None:
@@ -121,23 +121,23 @@ class Trainer:
         self._save()
 
     def _train_step(self) -> tuple[float, float]:
-        """Run a step. Return the loss of answers, with and without a picture, and the loss of patches."""
+        """Run a step. Return the loss of answers (partly without pictures) and the loss of patches."""
         batch = self.examples.batch(NUM_PICTURES)
         with torch.autocast("cpu", torch.bfloat16):
-            rows, scores = self.model.encode_images(torch.from_numpy(batch.pixels))
-            patches = class_loss(scores, torch.from_numpy(batch.classes))
-            text = self._text_loss(batch, rows) + 0.1 * self._loss_without_picture()
+            image_embeddings, scores = self.model.encode_images(torch.from_numpy(batch.pixels))
+            patch_loss = class_loss(scores, torch.from_numpy(batch.classes))
+            text_loss = self._text_loss(batch, image_embeddings) + 0.1 * self._loss_without_picture()
         self.optimizer.zero_grad(set_to_none=True)
-        (text + CLASS_WEIGHT * patches).backward()
+        (text_loss + CLASS_WEIGHT * patch_loss).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return text.item(), patches.item()
+        return text_loss.item(), patch_loss.item()
 
-    def _text_loss(self, batch: Batch, rows: Tensor) -> Tensor:
+    def _text_loss(self, batch: Batch, image_embeddings: Tensor) -> Tensor:
         segments = torch.from_numpy(batch.segments)
         logits = self.model(
             torch.from_numpy(batch.ids),
-            rows,
+            image_embeddings,
             torch.tensor(self.examples.image_token_indices),
             torch.from_numpy(batch.positions),
             conversation_mask(segments),
@@ -191,16 +191,16 @@ class Trainer:
         (out / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def processor_config(size: int) -> dict[str, Any]:
+def processor_config(image_size: int) -> dict[str, Any]:
     """Return the configuration of SmolVLM's image processor for images of one tile."""
     return {
         "image_processor_type": "SmolVLMImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"longest_edge": size},
+        "size": {"longest_edge": image_size},
         "resample": 1,
         "do_image_splitting": False,
-        "max_image_size": {"longest_edge": size},
+        "max_image_size": {"longest_edge": image_size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

@@ -37,7 +37,7 @@ from demo_voice.language_model import (
     prompt_text,
     train_language_model,
 )
-from demo_voice.measure import Recogniser, edit_distance, mel_distance, split_words
+from demo_voice.measure import Recognizer, edit_distance, mel_distance, split_words
 from demo_voice.phrases import COMMON_PHRASES, SELECTED_PHRASES, number_texts, sentence_pairs, variants
 from demo_voice.sentences import training_texts
 from safetensors.torch import load_file, save_file
@@ -59,10 +59,13 @@ def tuning_texts() -> list[str]:
 
 
 def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int) -> list[Tensor]:
-    """Return the codes that a voice generates for each text. They are empty without an end in 400 tokens."""
+    """Return the codes that a voice generates for each text.
+
+    The codes of a text are empty if the speech does not end within 400 tokens.
+    """
     from penstock import LLM, SamplingParams
 
-    first = make_tokenizer().token_to_id("<|speech_0|>")
+    first_code_id = make_tokenizer().token_to_id("<|speech_0|>")
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=400, seed=seed + index)
         for index in range(len(texts))
@@ -71,7 +74,7 @@ def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int)
         outputs = llm.generate([prompt_text(text) for text in texts], params, use_tqdm=False)
     codes = []
     for output in outputs:
-        numbers = [token - first for token in output.token_ids]
+        numbers = [token - first_code_id for token in output.token_ids]
         is_whole = len(numbers) < 400
         codes.append(
             torch.tensor([number for number in numbers if 0 <= number < 4096] if is_whole else []).long()
@@ -130,8 +133,8 @@ class Tuning:
         """Encode the speech of the common phrases, and select the speech of `SELECTED_PHRASES`."""
         codec, speak = self._codec("encoder.pt").eval(), Espeak()
         recognizers = [
-            Recogniser(with_grammar=False),
-            Recogniser(with_grammar=True, further_sentences=SELECTED_PHRASES),
+            Recognizer(with_grammar=False),
+            Recognizer(with_grammar=True, further_sentences=SELECTED_PHRASES),
         ]
         codes_of_phrases = {phrase: codec.encode(speak(phrase)).to(torch.int16) for phrase in COMMON_PHRASES}
         for phrase in SELECTED_PHRASES:
@@ -160,7 +163,7 @@ class Tuning:
         reference_speech: Tensor,
         words: list[str],
         candidates: list[Tensor],
-        recognizers: list[Recogniser],
+        recognizers: list[Recognizer],
     ) -> list[tuple[int, int, float, int]]:
         """Return a row for each candidate.
 
@@ -180,7 +183,7 @@ class Tuning:
         texts, codes = torch.load(self._work / "codes.pt", weights_only=True)
         phrase_codes = torch.load(self._work / "phrases.pt", weights_only=True)
         rows = make_rows(tokenizer, texts, codes)
-        repeated = []
+        repeated_rows = []
         for phrase in (*SELECTED_PHRASES, *COMMON_PHRASES):
             phrase_variants = variants(phrase)
             phrase_rows = make_rows(tokenizer, phrase_variants, [phrase_codes[phrase]] * len(phrase_variants))
@@ -191,12 +194,17 @@ class Tuning:
                 if phrase in SELECTED_PHRASES
                 else 2
             )
-            repeated += phrase_rows * count
+            repeated_rows += phrase_rows * count
         torch.manual_seed(self._options.seed)
         model = Model(make_shape(tokenizer))
         model.load_llama_state(load_file(self._options.voice / "model.safetensors"))
         loss = train_language_model(
-            model, rows, self._options.minutes, seed=3, peak=self._options.learning_rate, repeated=repeated
+            model,
+            rows,
+            self._options.minutes,
+            seed=3,
+            peak_learning_rate=self._options.learning_rate,
+            repeated_rows=repeated_rows,
         )
         print(f"model: loss of held-out texts {loss:.4f}", flush=True)
         torch.save(model.state_dict(), self._work / "model.pt")

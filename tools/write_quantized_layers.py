@@ -1,8 +1,9 @@
 """Write the reference layers of the quantization tests, with the library that defines each format.
 
 A file of ``tests/weights/quantized_layers`` has the tensors of a layer ``model.layers.0.mlp.up_proj``, as the
-library stores them. The tensor ``expected`` is the dequantized weight. The library computes it, unless the
-function of a layer says otherwise. The metadata is ``quantization_config`` and the metadata of the library.
+library stores them. The tensor ``expected`` is the dequantized weight. The library computes ``expected``,
+unless the function that returns the layer states another source. The metadata is ``quantization_config`` and
+the metadata of the library.
 
     pip install compressed-tensors bitsandbytes torchao gptqmodel autoawq
     python tools/write_quantized_layers.py [NAME ...]
@@ -149,18 +150,23 @@ def gptqmodel(bits: int, desc_act: bool, version: int = 2) -> ReferenceLayer:
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
-    size = 32
-    linear, scales, zeros = layer_with_scales_and_zeros(size, bits)
+    group_size = 32
+    linear, scales, zeros = layer_with_scales_and_zeros(group_size, bits)
     order = torch.randperm(128) if desc_act else torch.arange(128)
-    group_indices = (torch.arange(128) // size)[order.argsort()].int()
-    packed = TorchLinear(bits, size, False, desc_act, 128, 64, register_buffers=True)
+    group_indices = (torch.arange(128) // group_size)[order.argsort()].int()
+    packed = TorchLinear(bits, group_size, False, desc_act, 128, 64, register_buffers=True)
     packed.pack_original(linear, scales, zeros, group_indices)
     packed.post_init()
     expected = packed.dequantize_weight().T.clone()
-    quantization_config = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": desc_act}
+    quantization_config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "desc_act": desc_act,
+    }
     quantization_config["checkpoint_format"] = "gptq_v2" if version == 2 else "gptq"
     if version == 1:
-        convert_gptq_v2_to_v1_format_module(packed, QuantizeConfig(bits=bits, group_size=size))
+        convert_gptq_v2_to_v1_format_module(packed, QuantizeConfig(bits=bits, group_size=group_size))
     names = ("qweight", "qzeros", "scales", "g_idx")
     return {name: getattr(packed, name).clone() for name in names}, expected, quantization_config
 
@@ -170,22 +176,22 @@ def autoawq(version: str) -> ReferenceLayer:
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.modules.linear.gemv import WQLinear_GEMV
 
-    size = 32
-    linear, scales, zeros = layer_with_scales_and_zeros(size, 4)
-    expanded = [tensor.float().repeat_interleave(size, 1) for tensor in (scales, zeros)]
+    group_size = 32
+    linear, scales, zeros = layer_with_scales_and_zeros(group_size, 4)
+    expanded = [tensor.float().repeat_interleave(group_size, 1) for tensor in (scales, zeros)]
     codes = ((linear.weight.data.float() / expanded[0]).round() + expanded[1]).clamp(0, 15)
     expected = (codes - expanded[1]) * expanded[0]
     linear.weight.data = expected.half()
     if version == "gemm":
         packed = WQLinear_GEMM.from_linear(
-            linear, 4, size, False, scales.T.contiguous(), zeros.T.contiguous()
+            linear, 4, group_size, False, scales.T.contiguous(), zeros.T.contiguous()
         )
     else:
-        packed = WQLinear_GEMV.from_linear(linear, 4, size, False, scales, zeros)
+        packed = WQLinear_GEMV.from_linear(linear, 4, group_size, False, scales, zeros)
     quantization_config = {
         "quant_method": "awq",
         "bits": 4,
-        "group_size": size,
+        "group_size": group_size,
         "version": version,
         "zero_point": True,
     }

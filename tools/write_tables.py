@@ -112,10 +112,10 @@ def table(head: str, rows: Iterable[Iterable[str]]) -> str:
 def table_with_notes(head: str, rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table whose long last cells are notes below it, so that rows stay readable."""
     lines = [list(row) for row in rows]
-    times, notes = Counter(line[0] for line in lines), []
+    row_counts, notes = Counter(line[0] for line in lines), []
     for line in lines:
         if len(line[-1]) > MAX_CELL_LENGTH:
-            name = line[0] if times[line[0]] == 1 else f"{line[0]} of {line[1]}"
+            name = line[0] if row_counts[line[0]] == 1 else f"{line[0]} of {line[1]}"
             notes.append(list_item(f"{name}: {line[-1]}"))
             line[-1] = "see below"
     return "\n".join([table(head, lines), *(["", *notes] if notes else [])])
@@ -137,7 +137,7 @@ def code(value: str) -> str:
 
 
 def routes() -> str:
-    """Return the table of routes. It shows which routes need the API key."""
+    """Return the table of routes with their methods, need of an API key, and descriptions."""
     rows = []
     for router in chain.from_iterable(map(_routers, ROUTERS)):
         for route in router.routes:
@@ -158,16 +158,16 @@ def _routers(module: Any) -> list[Any]:
 def fields() -> str:
     """Return the table of all fields of chat and completion requests."""
     kinds = (schemas.ChatBody, schemas.CompletionBody)
-    honoured = {kind: validation.json_schema(kind)["properties"] for kind in kinds}
+    supported_fields = {kind: validation.json_schema(kind)["properties"] for kind in kinds}
     tables = {kind: parameters.UNSUPPORTED[kind] for kind in kinds}
-    names = sorted({name for kind in kinds for name in (*honoured[kind], *tables[kind])})
+    names = sorted({name for kind in kinds for name in (*supported_fields[kind], *tables[kind])})
     return table_with_notes(
         "field | chat | completions | values",
         (
             [
                 f"`{name}`{' *' if name in PENSTOCK_FIELDS else ''}",
-                *(_support(name, honoured[kind], tables[kind]) for kind in kinds),
-                _values(name, [honoured[kind] for kind in kinds], [tables[kind] for kind in kinds]),
+                *(_support(name, supported_fields[kind], tables[kind]) for kind in kinds),
+                _values(name, [supported_fields[kind] for kind in kinds], [tables[kind] for kind in kinds]),
             ]
             for name in names
         ),
@@ -176,16 +176,16 @@ def fields() -> str:
 
 def request_fields(kind: type[schemas.RequestBody]) -> str:
     """Return the table of all fields of one kind of request."""
-    honoured = validation.json_schema(kind)["properties"]
+    supported_fields = validation.json_schema(kind)["properties"]
     refused = parameters.unsupported_fields(kind)
     rows = []
-    for name in sorted({*honoured, *refused}):
-        how = _support(name, honoured, refused)
-        values = [_describe_values(honoured[name])] if name in honoured else []
+    for name in sorted({*supported_fields, *refused}):
+        support = _support(name, supported_fields, refused)
+        values = [_describe_values(supported_fields[name])] if name in supported_fields else []
         if name in refused:
             accepted = _accepted_values(refused[name])
             values.append(f"{accepted + ': ' if accepted else ''}{_reason(refused[name])}")
-        rows.append([f"`{name}`", how, "; ".join(values)])
+        rows.append([f"`{name}`", support, "; ".join(values)])
     return table_with_notes("field | support | values", rows)
 
 
@@ -204,17 +204,22 @@ def ollama_fields() -> str:
     }
     rows: dict[tuple[str, str, str], list[str]] = {}
     for place, kind in kinds.items():
-        honoured = validation.json_schema(kind)["properties"]
+        supported_fields = validation.json_schema(kind)["properties"]
         refused = parameters.unsupported_fields(kind)
-        for name in sorted({*honoured, *refused}):
-            values = [_describe_values(honoured[name])] if name in honoured else []
+        for name in sorted({*supported_fields, *refused}):
+            values = [_describe_values(supported_fields[name])] if name in supported_fields else []
             if name in refused:
                 accepted = _accepted_values(refused[name])
                 values.append(f"{accepted + ': ' if accepted else ''}{_reason(refused[name])}")
-            rows.setdefault((name, _support(name, honoured, refused), "; ".join(values)), []).append(place)
+            rows.setdefault((name, _support(name, supported_fields, refused), "; ".join(values)), []).append(
+                place
+            )
     return table_with_notes(
         "field | in | support | values",
-        ([code(name), ", ".join(where), how, values] for (name, how, values), where in sorted(rows.items())),
+        (
+            [code(name), ", ".join(where), support, values]
+            for (name, support, values), where in sorted(rows.items())
+        ),
     )
 
 
@@ -232,13 +237,13 @@ def embedding_fields() -> str:
         "score": embedding_schemas.ScoreBody,
         "classify": embedding_schemas.ClassifyBody,
     }
-    honoured = {name: validation.json_schema(kind)["properties"] for name, kind in kinds.items()}
-    fields = sorted({field for field_schemas in honoured.values() for field in field_schemas})
+    supported_fields = {name: validation.json_schema(kind)["properties"] for name, kind in kinds.items()}
+    fields = sorted({field for field_schemas in supported_fields.values() for field in field_schemas})
     rows = []
     for field in fields:
-        where = [name for name in kinds if field in honoured[name]]
-        legal = _describe_values(honoured[where[0]][field])
-        rows.append([f"`{field}`", "all" if len(where) == len(kinds) else ", ".join(where), legal])
+        where = [name for name in kinds if field in supported_fields[name]]
+        description = _describe_values(supported_fields[where[0]][field])
+        rows.append([f"`{field}`", "all" if len(where) == len(kinds) else ", ".join(where), description])
     return table_with_notes("field | routes | values", rows)
 
 
@@ -314,10 +319,12 @@ def _reason(field: unsupported.RefusedField) -> str:
     return SHORT_REASONS.get(field.reason, field.reason)
 
 
-def _support(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.RefusedField]) -> str:
+def _support(
+    name: str, supported_fields: Mapping[str, Any], refused: Mapping[str, unsupported.RefusedField]
+) -> str:
     if name in parameters.LOGGED_FIELDS:
         return "log"
-    if name in honoured:
+    if name in supported_fields:
         return "yes"
     if name not in refused:
         return "unknown"
@@ -328,19 +335,23 @@ def _support(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsup
 
 def _values(
     name: str,
-    honoured: Iterable[Mapping[str, Any]],
+    supported_fields: Iterable[Mapping[str, Any]],
     refused: Iterable[Mapping[str, unsupported.RefusedField]],
 ) -> str:
-    legal = [_describe_values(properties[name]) if name in properties else "" for properties in honoured]
-    if all(legal) and len(set(legal)) > 1:
-        parts = [f"chat: {legal[0]}; completions: {legal[1]}"]
+    descriptions = [
+        _describe_values(properties[name]) if name in properties else "" for properties in supported_fields
+    ]
+    if all(descriptions) and len(set(descriptions)) > 1:
+        descriptions_and_reasons = [f"chat: {descriptions[0]}; completions: {descriptions[1]}"]
     else:
-        parts = [next(filter(None, legal))] if any(legal) else []
+        descriptions_and_reasons = [next(filter(None, descriptions))] if any(descriptions) else []
     for refused_fields in refused:
         if name in refused_fields:
             accepted = _accepted_values(refused_fields[name])
-            parts.append(f"{accepted + ': ' if accepted else ''}{_reason(refused_fields[name])}")
-    return "; ".join(dict.fromkeys(parts))
+            descriptions_and_reasons.append(
+                f"{accepted + ': ' if accepted else ''}{_reason(refused_fields[name])}"
+            )
+    return "; ".join(dict.fromkeys(descriptions_and_reasons))
 
 
 def _describe_values(schema: Mapping[str, Any]) -> str:
@@ -401,13 +412,13 @@ def statuses() -> str:
 def metric_names() -> str:
     """Return the table of metrics of the server's registry and of metrics read from the worker."""
     rows = []
-    found = metrics.Metrics(with_process=False)
+    server_metrics = metrics.Metrics(with_process=False)
     labels = {
         metric._name: metric._labelnames
-        for metric in vars(found).values()
+        for metric in vars(server_metrics).values()
         if isinstance(metric, MetricWrapperBase)
     }
-    for family in found.registry.collect():
+    for family in server_metrics.registry.collect():
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
         by = ", ".join(map(code, labels[family.name]))
         rows.append(
@@ -428,21 +439,21 @@ def architectures() -> str:
     encodings: dict[tuple[str, ...], list[str]] = {}
     for architecture in PIPELINE_REGISTRY.architectures:
         text = (importlib.import_module(cast(str, architecture.package)).__doc__ or "").split("\n\n")[0]
-        words = " ".join(text.replace("``", "`").split()).rstrip(".")
-        rows.setdefault((architecture.name, words), []).append(TASKS[architecture.task])
+        description = " ".join(text.replace("``", "`").split()).rstrip(".")
+        rows.setdefault((architecture.name, description), []).append(TASKS[architecture.task])
         encodings.setdefault(tuple(architecture.encodings), []).append(architecture.name)
     gguf_names_text = {name: ", ".join(map(code, names)) for name, names in GGUF_NAMES.items()}
-    parts = [
+    blocks = [
         table(
             "model_type | tasks | models | GGUF",
             (
                 [
                     code(name),
                     ", ".join(task for task in dict.fromkeys(TASKS.values()) if task in tasks),
-                    words,
+                    description,
                     gguf_names_text.get(name, ""),
                 ]
-                for (name, words), tasks in sorted(rows.items())
+                for (name, description), tasks in sorted(rows.items())
             ),
         ),
         "",
@@ -452,12 +463,12 @@ def architectures() -> str:
         ),
     ]
     common_encodings = max(encodings, key=lambda names: len(encodings[names]))
-    parts.append(list_item(f"Encodings for float weights: {', '.join(map(code, common_encodings))}."))
+    blocks.append(list_item(f"Encodings for float weights: {', '.join(map(code, common_encodings))}."))
     for rare_encodings in encodings.keys() - {common_encodings}:
         model_types = ", ".join(map(code, encodings[rare_encodings]))
-        parts.append(list_item(f"{model_types}: only {', '.join(map(code, rare_encodings))}."))
-    parts.append(list_item("GGUF: the name of the family in GGUF files, for text generation."))
-    return "\n".join(parts)
+        blocks.append(list_item(f"{model_types}: only {', '.join(map(code, rare_encodings))}."))
+    blocks.append(list_item("GGUF: the name of the family in GGUF files, for text generation."))
+    return "\n".join(blocks)
 
 
 TASKS = {
@@ -564,7 +575,7 @@ def reasoning_formats() -> str:
 
 
 def peft_fields() -> str:
-    """Return the table of fields of an adapter's configuration and how each is treated."""
+    """Return the table of fields of an adapter's configuration, and how Penstock treats each field."""
     rows = [[code(name), "read"] for name in sorted(adapter_config._READ_FIELDS)]
     rows += [
         [code(name), "no effect on a trained adapter"] for name in sorted(adapter_config._IGNORED_FIELDS)
@@ -616,11 +627,12 @@ SUPPORTED_SCHEMAS: Mapping[str, Any] = {
 }
 """Keyword -> a supported schema with this keyword."""
 
-LIMITS: Mapping[str, tuple[str, Any]] = {
+KEYWORD_LIMITS: Mapping[str, tuple[str, Any]] = {
     "multipleOf": ("whole numbers only", {"multipleOf": 0.5}),
     "format": (
-        f"{', '.join(string_formats.SUPPORTED)}; {', '.join(string_formats.UNSUPPORTED)} only with enum and "
-        "const, whose values are tested; formats that the standard does not define are ignored",
+        f"{', '.join(string_formats.SUPPORTED_FORMATS)}; {', '.join(string_formats.UNSUPPORTED_FORMATS)} "
+        "only with enum and const, whose values are tested; formats that the standard does not define are "
+        "ignored",
         {"type": "string", "format": "regex"},
     ),
     "pattern": (
@@ -664,7 +676,7 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
 
 def schema_keywords() -> str:
     """Return the table of JSON schema keywords and their support."""
-    limits = {name: f": {text}" for name, (text, _) in LIMITS.items()}
+    limits = {name: f": {text}" for name, (text, _) in KEYWORD_LIMITS.items()}
     rows = [[code(name), f"yes{limits.get(name, '')}"] for name in SUPPORTED_SCHEMAS]
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED_KEYWORDS.items()]
     return table_with_notes("keyword | supported", rows)

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from benchmarks.peers.checkpoints import checkpoint, converted_model, pack_weights, read_vocabulary_size
+from benchmarks.peers.checkpoints import checkpoint, converted_model, pack_weights, read_vocab_size
 from benchmarks.peers.comparing import Comparison, compare
 from benchmarks.peers.engines import ROOT, Engine
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, interpreter_path, peer_environment, set_up
@@ -130,13 +130,13 @@ def run(
     model = converted_model(peer, chosen_peer_encoding, source, venvs)
     penstock_environment = {"OMP_NUM_THREADS": str(threads)}
     if "cold" in works:
-        # The peer's model is converted before the measurement. Penstock's weights are packed before it, too.
+        # Penstock's weights are packed before the measurement, as the peer's model is converted before it.
         penstock_environment["XDG_CACHE_HOME"] = str(venvs / "penstock")
         pack_weights(source, encoding, penstock_environment)
     load_request = {
-        "threads": threads,
+        "num_threads": threads,
         "max_length": largest_max_length(workloads),
-        "prompts": max(workload.num_prompts for workload in workloads),
+        "num_prompts": max(workload.num_prompts for workload in workloads),
     }
     logs = venvs / "logs"
     logs.mkdir(exist_ok=True)
@@ -160,8 +160,8 @@ def run(
             {"model": str(model), "encoding": chosen_peer_encoding},
             peer_environment(peer, venvs, threads),
         ),
-        vocabulary=read_vocabulary_size(source),
-        pairs=pairs,
+        vocab_size=read_vocab_size(source),
+        num_pairs=pairs,
         probe=probe,
         log=lambda text: click.echo(text, err=True),
     )

@@ -44,20 +44,20 @@ def checkpoint(shape: str, folder: Path) -> Path:
     Raises:
         InputError: the shape is unknown.
     """
-    target = folder / Path(shape).name
-    if not (target / "complete").exists():
-        target.mkdir(parents=True, exist_ok=True)
+    checkpoint_folder = folder / Path(shape).name
+    if not (checkpoint_folder / "complete").exists():
+        checkpoint_folder.mkdir(parents=True, exist_ok=True)
         config = {**_REQUIRED_BY_PEERS, **shape_config(shape), "max_position_embeddings": _MAX_POSITIONS}
         config.setdefault("architectures", [_ARCHITECTURES[config["model_type"]]])
-        write_random_checkpoint(target, config)
+        write_random_checkpoint(checkpoint_folder, config)
         tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
-        (target / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-        (target / "tokenizer.model").write_bytes(sentencepiece_model())
-        (target / "complete").touch()
-    return target
+        (checkpoint_folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        (checkpoint_folder / "tokenizer.model").write_bytes(sentencepiece_model())
+        (checkpoint_folder / "complete").touch()
+    return checkpoint_folder
 
 
-def read_vocabulary_size(folder: Path) -> int:
+def read_vocab_size(folder: Path) -> int:
     """Return the vocabulary size of a checkpoint."""
     return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
@@ -101,7 +101,7 @@ def pack_weights(source: Path, encoding: str, environment: dict[str, str]) -> No
     """Write Penstock's packed weights of a checkpoint to the cache folder that ``environment`` sets.
 
     Raises:
-        CalledProcessError: ``penstock warm-cache`` failed. It printed the reason.
+        CalledProcessError: ``penstock warm-cache`` failed. The command printed the reason.
     """
     command = [sys.executable, "-m", "penstock", "warm-cache", "--pack", "--model", str(source)]
     command += ["--quantization-encoding", encoding]
@@ -111,22 +111,22 @@ def pack_weights(source: Path, encoding: str, environment: dict[str, str]) -> No
 def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
     """Return the path of the checkpoint as a GGUF file in a llama.cpp encoding. Writes the file if needed."""
     python = interpreter_path(venvs / "llama_cpp")
-    bf16_file, target = source / "bf16.gguf", source / f"{encoding}.gguf"
-    if not target.exists() and not python.exists():
+    bf16_file, gguf_file = source / "bf16.gguf", source / f"{encoding}.gguf"
+    if not gguf_file.exists() and not python.exists():
         raise InputError(
-            f"{target} does not exist, and the tools of llama.cpp that write it are not installed: run "
+            f"{gguf_file} does not exist, and the tools of llama.cpp that write it are not installed: run "
             "`python -m benchmarks.peers setup llama_cpp` first"
         )
     if not bf16_file.exists():
-        part = bf16_file.with_suffix(".part")
+        partial_file = bf16_file.with_suffix(".part")
         script = _converter(venvs / "llama_cpp.source")
-        subprocess.run([python, script, source, "--outtype", "bf16", "--outfile", part], check=True)
-        part.rename(bf16_file)
-    if not target.exists():
-        part = target.with_suffix(".part")
-        subprocess.run([python, "-c", _QUANTIZE_GGUF, bf16_file, part, encoding], check=True)
-        part.rename(target)
-    return target
+        subprocess.run([python, script, source, "--outtype", "bf16", "--outfile", partial_file], check=True)
+        partial_file.rename(bf16_file)
+    if not gguf_file.exists():
+        partial_file = gguf_file.with_suffix(".part")
+        subprocess.run([python, "-c", _QUANTIZE_GGUF, bf16_file, partial_file, encoding], check=True)
+        partial_file.rename(gguf_file)
+    return gguf_file
 
 
 def _converter(source: Path) -> Path:
@@ -148,12 +148,19 @@ def _openvino(encoding: str, source: Path, venv: Path) -> Path:
 
     Exports the model if needed.
     """
-    target = source / f"openvino-{encoding}"
-    if not target.exists():
-        part = source / f"openvino-{encoding}.part"
+    model_folder = source / f"openvino-{encoding}"
+    if not model_folder.exists():
+        partial_folder = source / f"openvino-{encoding}.part"
         group_options = ["--group-size", "128", "--ratio", "1.0"] if encoding == "int4" else []
         command: list[str | Path] = [venv / "bin" / "optimum-cli", "export", "openvino", "--model", source]
-        command += ["--task", "text-generation-with-past", "--weight-format", encoding, *group_options, part]
+        command += [
+            "--task",
+            "text-generation-with-past",
+            "--weight-format",
+            encoding,
+            *group_options,
+            partial_folder,
+        ]
         subprocess.run(command, check=True)
-        part.rename(target)
-    return target
+        partial_folder.rename(model_folder)
+    return model_folder

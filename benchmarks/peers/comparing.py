@@ -22,22 +22,22 @@ class Comparison:
 
     ours: Opener
     theirs: Opener
-    vocabulary: int
-    """Prompts use the token ids from 3 to ``vocabulary - 1``."""
-    pairs: int
+    vocab_size: int
+    """Prompts use the token ids from 3 to ``vocab_size - 1``."""
+    num_pairs: int
     """Number of pairs of runs, without the warm-up."""
     probe: Probe
-    """Returns the current speed of the machine. It is called before each pair and each warm-up."""
+    """Measures the current speed of the machine. Called before each pair and each warm-up."""
     log: Callable[[str], None]
     """Prints progress."""
 
 
 def compare(workloads: Sequence[Workload], comparison: Comparison) -> dict[str, Any]:
-    """Run workloads on both engines. Returns the rows of the report and the versions of both engines.
+    """Run workloads on both engines. Returns ``rows`` of the report, and ``versions`` of both engines.
 
     Workloads that run on loaded engines come first and share the engines. Each workload begins with a warm-up
-    run that does not count. If a workload starts a new process, its warm-up run reads the files into the page
-    cache.
+    run, which is not in the results. If a workload starts a new process, its warm-up run reads the files into
+    the page cache.
 
     Raises:
         EngineError: an engine failed.
@@ -75,22 +75,22 @@ def _record_versions(versions: dict[str, dict[str, str]], name: str, opener: Ope
 
 
 Runner = Callable[[list[list[int]]], Result]
-"""Runs a workload on one engine with these prompts."""
+"""Runs a workload on one engine with the given prompts."""
 
 
 def _run_pairs(
     workload: Workload, runners: Sequence[Runner], comparison: Comparison, random: Random
 ) -> list[dict[str, Any]]:
-    """Run a warm-up and all pairs of a workload. Returns a row for each of its figures."""
+    """Run a warm-up and all pairs of a workload. Returns one row per figure of the workload."""
     pairs: list[list[Result]] = []
     probes: list[dict[str, float]] = []
-    for number in range(comparison.pairs + 1):
-        prompts = random_prompts(workload, comparison.vocabulary, random)
+    for pair_number in range(comparison.num_pairs + 1):
+        prompts = random_prompts(workload, comparison.vocab_size, random)
         machine_speed = comparison.probe()
         results = [runner(prompts) for runner in runners]
         figures = " ".join(f"{value:.4g}" for result in results for value in result.figures.values())
-        comparison.log(f"{workload.name} {number or 'warm-up'}: {figures}")
-        if number:
+        comparison.log(f"{workload.name} {pair_number or 'warm-up'}: {figures}")
+        if pair_number:
             pairs.append(results)
             probes.append(machine_speed)
     return [report_row(workload, figure, pairs, probes) for figure in pairs[0][0].figures]

@@ -1,4 +1,4 @@
-"""An engine of a comparison, as a child process of the benchmark."""
+"""Runs one of the compared inference engines in a child process of the benchmark."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Engine:
 
     Args:
         command: the command that starts the driver.
-        load: the content of the load request, with the fields of ``Settings`` in `drivers.request_loop`.
+        load: the content of the load request, with the fields of `drivers.request_loop.Settings`.
         environment: environment variables of the driver, added to the variables of this process. The driver
             does not inherit settings of OpenMP, because a setting that suits one engine can halve the speed
             of another engine.
-        log: the file for what the driver and the engine print.
+        log: the file for the output of the driver and the engine.
         watch_memory: whether to sample the memory of the process and its children 50 times per second.
             Sampling takes CPU time.
 
@@ -90,20 +90,20 @@ class Engine:
         """Process id of the driver. The driver is the leader of a new session."""
         return self._process.pid
 
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Generate ``new_tokens`` tokens for each prompt.
+    def generate(self, prompts: list[list[int]], num_new_tokens: int) -> dict[str, Any]:
+        """Generate ``num_new_tokens`` tokens for each prompt.
 
-        Returns the answer that `drivers.request_loop` describes: ``tokens``, ``first``, ``num_first`` and
-        ``seconds``.
+        Returns the answer that `drivers.request_loop` describes: ``tokens``, ``first_output_seconds``,
+        ``num_first_tokens`` and ``total_seconds``.
 
         Raises:
-            EngineError: the engine failed, or did not return ``new_tokens`` tokens for each prompt.
+            EngineError: the engine failed, or did not return ``num_new_tokens`` tokens for each prompt.
         """
-        answer = self._send({"do": "generate", "prompts": prompts, "new_tokens": new_tokens})
+        answer = self._send({"do": "generate", "prompts": prompts, "num_new_tokens": num_new_tokens})
         lengths = {len(tokens) for tokens in answer["tokens"]}
-        if len(answer["tokens"]) != len(prompts) or lengths != {new_tokens}:
+        if len(answer["tokens"]) != len(prompts) or lengths != {num_new_tokens}:
             raise EngineError(
-                f"expected {len(prompts)} answers of {new_tokens} tokens, got "
+                f"expected {len(prompts)} answers of {num_new_tokens} tokens, got "
                 f"{len(answer['tokens'])} answers of {sorted(lengths)} tokens; see {self.log}"
             )
         return answer
@@ -113,7 +113,7 @@ class Engine:
         return perf_counter() - self._started
 
     def peak_bytes(self) -> int:
-        """Stop sampling and return the peak anonymous memory of the process and its children."""
+        """Stop sampling and return the peak anonymous and shared memory of the process and its children."""
         assert self._memory is not None, "the engine needs watch_memory=True"
         return self._memory.stop()
 

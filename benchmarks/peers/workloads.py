@@ -59,10 +59,12 @@ WORKLOADS: Mapping[str, Workload] = {
             "long", "decode tokens/s at a long context and at 128 tokens, and their ratio", "", 1, 4096, 64
         ),
         Workload("cold", "process start to first token, with a warm page cache", "s", 1, 128, 1, True, True),
-        Workload("memory", "peak anonymous memory: load, decode, prefill", "MB", 1, 1024, 64, True, True),
+        Workload(
+            "memory", "peak anonymous and shared memory: load, decode, prefill", "MB", 1, 1024, 64, True, True
+        ),
     ]
 }
-_SHORT_CONTEXT = WORKLOADS["decode"].prompt_length
+_SHORT_CONTEXT_LENGTH = WORKLOADS["decode"].prompt_length
 
 
 def with_sizes(workload: Workload, *, batch: int, context: int) -> Workload:
@@ -78,11 +80,11 @@ def with_sizes(workload: Workload, *, batch: int, context: int) -> Workload:
 
 
 def random_prompts(
-    workload: Workload, vocabulary: int, random: Random, length: int | None = None
+    workload: Workload, vocab_size: int, random: Random, length: int | None = None
 ) -> list[list[int]]:
     """Return new prompts of random tokens, with ``length`` tokens or the length of the workload."""
     size = workload.prompt_length if length is None else length
-    return [[random.randrange(3, vocabulary) for _ in range(size)] for _ in range(workload.num_prompts)]
+    return [[random.randrange(3, vocab_size) for _ in range(size)] for _ in range(workload.num_prompts)]
 
 
 def run(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:
@@ -92,8 +94,8 @@ def run(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:
     answer = engine.generate(prompts, workload.num_new_tokens)
     figure = {
         "decode": lambda: _decoding_speed(workload, answer),
-        "prefill": lambda: workload.prompt_length / answer["first"],
-        "batch": lambda: workload.num_prompts * workload.num_new_tokens / answer["seconds"],
+        "prefill": lambda: workload.prompt_length / answer["first_output_seconds"],
+        "batch": lambda: workload.num_prompts * workload.num_new_tokens / answer["total_seconds"],
     }[workload.name]()
     name = f"of {workload.num_prompts}" if workload.name == "batch" else ""
     return Result({name: figure}, answer["tokens"][0])
@@ -105,7 +107,7 @@ def run_in_new_process(workload: Workload, opener: Opener, prompts: list[list[in
         if workload.name == "cold":
             tokens = engine.generate(prompts, workload.num_new_tokens)["tokens"][0]
             return Result({"": engine.seconds_since_start()}, tokens)
-        engine.generate([prompts[0][:_SHORT_CONTEXT]], workload.num_new_tokens)
+        engine.generate([prompts[0][:_SHORT_CONTEXT_LENGTH]], workload.num_new_tokens)
         tokens = engine.generate(prompts, workload.num_new_tokens)["tokens"][0]
         return Result({"": engine.peak_bytes() / 1e6}, tokens)
 
@@ -115,17 +117,24 @@ def _decoding_speed(workload: Workload, answer: Mapping[str, Any]) -> float:
 
     The tokens of the first output, one or several, do not count.
     """
-    return float((workload.num_new_tokens - answer["num_first"]) / (answer["seconds"] - answer["first"]))
+    return float(
+        (workload.num_new_tokens - answer["num_first_tokens"])
+        / (answer["total_seconds"] - answer["first_output_seconds"])
+    )
 
 
 def _run_long(workload: Workload, engine: Engine, prompts: list[list[int]]) -> Result:
     """Decode at a long context and at 128 tokens. Returns both speeds, and their ratio as ``share``."""
     speeds = {}
-    for length in (workload.prompt_length, _SHORT_CONTEXT):
+    for length in (workload.prompt_length, _SHORT_CONTEXT_LENGTH):
         answer = engine.generate([prompts[0][:length]], workload.num_new_tokens)
         speeds[length] = _decoding_speed(workload, answer)
-    short, long = speeds[_SHORT_CONTEXT], speeds[workload.prompt_length]
-    figures = {f"at {_SHORT_CONTEXT}": short, f"at {workload.prompt_length}": long, "share": long / short}
+    short, long = speeds[_SHORT_CONTEXT_LENGTH], speeds[workload.prompt_length]
+    figures = {
+        f"at {_SHORT_CONTEXT_LENGTH}": short,
+        f"at {workload.prompt_length}": long,
+        "share": long / short,
+    }
     return Result(figures, answer["tokens"][0])
 
 

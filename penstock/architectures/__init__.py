@@ -1,6 +1,6 @@
-"""Model families. Each family has a folder. The registry finds the folder by its name.
+"""Model families, one folder per family.
 
-The name is the Hugging Face ``model_type``, with ``_`` in place of ``-`` and ``.``. The folder's
-``__init__.py`` defines ``ARCHITECTURE``, a `SupportedArchitecture`, and does not import torch. Its
-``model.py`` defines the network.
+The name of a folder is the Hugging Face ``model_type``, with ``_`` in place of ``-`` and ``.``. The folder's
+``__init__.py`` defines ``ARCHITECTURE``, a `SupportedArchitecture`, or ``ARCHITECTURES``, a tuple of them. It
+does not import torch. The folder's ``model.py`` defines the pipeline model.
 """

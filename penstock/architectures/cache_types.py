@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def kv_dtype(pipeline_config: PipelineConfig) -> DType:
-    """Return the element type of the KV cache: the configured type, or the type of the activations."""
+    """Return the element type of the KV cache: the configured type, else the type of the activations."""
     configured = pipeline_config.kv_cache.dtype
     if configured == "fp8":
         return DType.float8_e4m3fn
@@ -25,9 +25,9 @@ def kv_dtype(pipeline_config: PipelineConfig) -> DType:
 
 
 def with_stored_scales(spec: KVCacheSpec, pipeline_config: PipelineConfig) -> KVCacheSpec:
-    """Return ``spec`` with fixed scales for the layers whose scales the checkpoint stores.
+    """Return ``spec`` with fixed scales in each float8 E4M3 group whose layers all have stored scales.
 
-    Returns ``spec`` itself if no group of layers has 8-bit floats.
+    Returns ``spec`` itself if no group has the type float8 E4M3.
     """
     if all(group.dtype is not DType.float8_e4m3fn for group in spec.groups):
         return spec
@@ -41,7 +41,7 @@ def fixed_scales(
 
     Args:
         pipeline_config: the configuration with the checkpoint.
-        spec: the cache of all ranks.
+        spec: the KV cache of the whole model, with the kv heads of all ranks.
         shard: the rank.
 
     Returns:
@@ -51,13 +51,13 @@ def fixed_scales(
         WeightsError: a scale has an unsupported type or a wrong size, or is not a positive number.
     """
     spec = with_stored_scales(spec, pipeline_config)
-    heads = {
+    num_kv_heads = {
         layer: group.kv_heads for group in spec.groups if group.has_fixed_scales for layer in group.layers
     }
-    if not heads:
+    if not num_kv_heads:
         return None
-    stored_scales = read_cache_scales(pipeline_config.model.opened_checkpoint.cache_scales, heads)
-    rank_heads = {layer: shard.kv_heads(count) for layer, count in heads.items()}
+    stored_scales = read_cache_scales(pipeline_config.model.opened_checkpoint.cache_scales, num_kv_heads)
+    rank_heads = {layer: shard.kv_heads(count) for layer, count in num_kv_heads.items()}
     return {
         layer: scales[:, rank_heads[layer].start : rank_heads[layer].stop]
         for layer, scales in stored_scales.items()

@@ -1,7 +1,7 @@
 """`DecoderModel`: the base class of decoder-only transformers.
 
-Each architecture is a subclass. It defines the KV cache (`kv_spec`) and the length of the longest sequence
-(`calculate_max_seq_len`), and reads the network from a checkpoint (`build`).
+A subclass defines the KV cache (`kv_spec`) and the length of the longest sequence (`calculate_max_seq_len`),
+and reads the network from a checkpoint (`build`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import ImageSpans, KVCacheInputs, Ops, SamplingInputs, StepInputs, uploaded_together
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
-from penstock.memory import estimate_kv_cache_size, plan_memory, requested_block_size
+from penstock.memory import MemoryPlan, estimate_kv_cache_size, plan_memory, requested_block_size
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 
@@ -46,7 +46,7 @@ __all__ = ["DecoderModel", "Network", "kv_dtype"]
 
 
 class Network(Protocol):
-    """The computation from tokens to logits."""
+    """A decoder network and its output head."""
 
     @property
     def head(self) -> Callable[[Tensor, StepInputs], Tensor]:
@@ -54,8 +54,8 @@ class Network(Protocol):
         ...
 
     @property
-    def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the sequence. If so, steps need `StepInputs.text_lengths`."""
+    def is_length_dependent(self) -> bool:
+        """Whether keys depend on the sequence length. If so, steps need `StepInputs.text_lengths`."""
         ...
 
     def __call__(
@@ -69,7 +69,7 @@ class DecoderModel(NetworkModel[TextContext]):
     """A decoder-only transformer over the paged KV cache."""
 
     network: Network
-    is_divisible: ClassVar[bool] = False
+    supports_tensor_parallelism: ClassVar[bool] = False
     """Whether the network supports tensor parallelism: each layer declares the part that a rank stores."""
 
     @classmethod
@@ -83,7 +83,11 @@ class DecoderModel(NetworkModel[TextContext]):
         """Read the network from a checkpoint."""
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+
+        Raises:
+            InsufficientMemoryError: the smallest cache that the configuration permits does not fit.
+        """
         return estimate_kv_cache_size(
             self.pipeline_config,
             self.kv_cache_spec,
@@ -96,17 +100,19 @@ class DecoderModel(NetworkModel[TextContext]):
         config = self.kv_cache_config
         spec = self.kv_cache_spec
         assert spec is not None
-        whole_spec = self.kv_spec(self.pipeline_config, self.huggingface_config)
+        unsharded_spec = self.kv_spec(self.pipeline_config, self.huggingface_config)
+        plan = self._plan_cache(available_cache_memory)
         manager = KVCacheManager(
             spec,
-            self._num_blocks(available_cache_memory),
+            plan.num_blocks,
             requested_block_size(self.pipeline_config),
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching
-            and (spec.shares_prefixes or not self.network.length_dependent),
+            and (spec.shares_prefixes or not self.network.is_length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
             host_memory=config.offload_memory or 0,
-            fixed_scales=fixed_scales(self.pipeline_config, whole_spec, session.shard),
+            fixed_scales=fixed_scales(self.pipeline_config, unsharded_spec, session.shard),
+            num_states=plan.max_batch_size,
         )
         if session.ranks is not None:
             manager.storage.on_copy = lambda *blocks: self.announce("copy_block", *blocks)
@@ -127,7 +133,8 @@ class DecoderModel(NetworkModel[TextContext]):
         Args:
             replica_batches: the contexts of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch.
-            return_n_logits: the number of rows of logits per sequence: one number, or one per sequence.
+            return_n_logits: how many of the last rows of each sequence get logits: one number, or one number
+                per sequence. Only `ReturnLogits.VARIABLE` uses it.
             drafts: the drafted tokens of each context.
         """
         contexts = [context for replica in replica_batches for context in replica]
@@ -185,7 +192,7 @@ class DecoderModel(NetworkModel[TextContext]):
             lora=lora.take(last_rows) if lora else None,
             input_embeds=None,
             drafts=None,
-            text_lengths=positions + 1 if self.network.length_dependent else None,
+            text_lengths=positions + 1 if self.network.is_length_dependent else None,
             spans=None,
         )
 
@@ -207,7 +214,7 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def _run(self, model_inputs: ModelInputs) -> tuple[Tensor, ...]:
-        """Run the network, as a compiled step if one exists for this shape."""
+        """Run the network as a compiled step, or eagerly if `_run_compiled` returns None."""
         self.begin_step()
         results = self._run_compiled(model_inputs)
         if results is None:
@@ -217,7 +224,7 @@ class DecoderModel(NetworkModel[TextContext]):
 
     @property
     def _graphs(self) -> GraphCache | None:
-        """The compiled steps; None without a compiler, or if ranks use torch.distributed (not compilable)."""
+        """The session's compiled steps; None if it has none, or if ranks use torch.distributed."""
         ranks = self.session.ranks
         return self.session.graphs if ranks is None or ranks.region else None
 
@@ -230,11 +237,17 @@ class DecoderModel(NetworkModel[TextContext]):
         if reason is not None:
             graphs.skip(reason)
             return None
-        return graphs.run(
-            self._graph_key(model_inputs, graphs),
+        key, states = self._graph_key(model_inputs, graphs), model_inputs.kv and model_inputs.kv.states
+        # The step updates the recurrent states. If it cannot be captured, it runs again from the old states.
+        restore = states.saved() if states and graphs.captures_next(key) else None
+        results = graphs.run(
+            key,
             step_tensors(model_inputs),
             lambda ops, tensors: self._run_eagerly(with_tensors(model_inputs, tensors), ops),
         )
+        if results is None and restore is not None:
+            restore()
+        return results
 
     def execute_steps(
         self,
@@ -275,22 +288,16 @@ class DecoderModel(NetworkModel[TextContext]):
         if model_inputs.spans is not None and kv is not None:
             spans = ImageSpans(model_inputs.spans, model_inputs.row_offsets, kv.lengths)
         step = StepInputs(
-            ops,
-            model_inputs.positions,
-            model_inputs.row_offsets,
-            kv,
-            lora,
-            model_inputs.text_lengths,
-            spans,
+            ops, model_inputs.positions, model_inputs.row_offsets, kv, lora, model_inputs.text_lengths, spans
         )
         hidden, normalized = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
         if lora is not None and len(rows) < len(normalized):
             step = replace(step, lora=replace(lora, rows=ops.take_rows(lora.rows[:, None], rows)[:, 0]))
         logits = self.network.head(ops.take_rows(normalized, rows), step)
-        kind = self.return_hidden_states
-        if kind is ReturnHiddenStates.NONE:
+        requested = self.return_hidden_states
+        if requested is ReturnHiddenStates.NONE:
             return (logits,)
-        is_normalized = kind in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
+        is_normalized = requested in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
         return logits, normalized if is_normalized else hidden
 
     def compute_log_probabilities(
@@ -313,8 +320,8 @@ class DecoderModel(NetworkModel[TextContext]):
             batch_echo,
         )
 
-    def _num_blocks(self, available_cache_memory: int) -> tuple[int, ...]:
-        """Return the planned number of blocks, or fewer if less memory is available."""
+    def _plan_cache(self, available_cache_memory: int) -> MemoryPlan:
+        """Return the memory plan, with a smaller KV cache if less memory is available."""
         plan = self.memory_plan
         if available_cache_memory < plan.kv_cache_size:
             smaller_cache = replace(self.kv_cache_config, memory=available_cache_memory)
@@ -326,7 +333,7 @@ class DecoderModel(NetworkModel[TextContext]):
                 activation_size=0,
                 free_memory=available_cache_memory,
             )
-        return plan.num_blocks
+        return plan
 
     def _num_logits(self, row_counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
         if self.return_logits is ReturnLogits.ALL:
@@ -342,19 +349,19 @@ class DecoderModel(NetworkModel[TextContext]):
     ) -> Tensor | None:  # [T]
         """Return the sequence length that sets the rotary angles of each row; None if positions suffice.
 
-        It is the prompt length or the row's position + 1, whichever is larger, as in transformers. To make
-        recomputed keys equal, it is at least the shortest length of the context's `KVCacheSpec.regime`.
+        It is the prompt length or the row's position + 1, whichever is larger, as in transformers. It is at
+        least the shortest length of the context's `KVCacheSpec.regime`, so that recomputed keys are equal.
         """
         spec = self.kv_cache_spec
-        if not self.network.length_dependent or spec is None:
+        if not self.network.is_length_dependent or spec is None:
             return None
-        lengths = [
-            max(len(context.prompt_tokens), spec.shortest(context.current_length)) for context in contexts
-        ]
-        return self._to_device(np.maximum(np.array(lengths).repeat(row_counts), positions + 1), np.int64)
+        prompt_lengths = [len(context.prompt_tokens) for context in contexts]
+        regime_lengths = [spec.min_regime_length(context.current_length) for context in contexts]
+        lengths = np.maximum(prompt_lengths, regime_lengths)
+        return self._to_device(np.maximum(lengths.repeat(row_counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
-        """Refuse images that the model cannot read."""
+        """Raise an `UnsupportedFeatureError` if a context has images that the model cannot read."""
         for context in contexts:
             if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
                 continue
@@ -368,7 +375,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _image_spans(
         self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds`: each row's image span, or the row alone. None without images."""
+        """Return `ImageSpans.bounds`: the span of a row's image, or of the row alone. None without images."""
         spans: np.ndarray | None = None
         first_row = 0
         for context, count in zip(contexts, row_counts.tolist(), strict=True):
@@ -392,10 +399,10 @@ class DecoderModel(NetworkModel[TextContext]):
 
 
 @lru_cache(maxsize=256)
-def _single_row_offsets(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _single_row_offsets(num_sequences: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return row offsets, logit rows and logit offsets of a batch with one row for each sequence.
 
     The tensors are cached. Callers must not modify them.
     """
-    offsets = torch.arange(size + 1, device=device)
+    offsets = torch.arange(num_sequences + 1, device=device)
     return offsets.int(), offsets[:-1].clone(), offsets

@@ -43,9 +43,9 @@ class EmbedderNetwork:
     masked_lm_head: Callable[[Tensor, StepInputs], Tensor] | None = None
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether the angles of the rotary embeddings depend on the length of the sequence."""
-        return self.trunk.length_dependent
+        return self.trunk.is_length_dependent
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, E]``; decoders have no token types."""
@@ -76,13 +76,14 @@ class EmbedderModel(EncoderModel):
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        """Return the blueprint of the decoder, with the tensor names of a model without a head.
+        """Return the blueprint of the decoder, with tensor names without the prefix ``model.``.
 
         Raises:
-            ConfigError: the family has attention sinks, or soft caps on attention scores.
+            ConfigError: the family has attention sinks or soft caps on attention scores, or the decoder does
+                not support the configuration.
         """
         blueprint = cls.decoder.blueprint(huggingface_config)
-        if blueprint.attention_soft_cap is not None or blueprint.sinks:
+        if blueprint.attention_soft_cap is not None or blueprint.has_sinks:
             raise ConfigError(
                 "model_type", "attention soft caps and sinks are not supported without a KV cache"
             )
@@ -124,6 +125,6 @@ class EmbedderModel(EncoderModel):
         if has_head(huggingface_config, "ForMaskedLM"):
             tied_to = trunk.embedding.table if blueprint.tied_head else None
             masked_lm_head = load.head(
-                blueprint.names.head, blueprint.vocabulary, blueprint.hidden, tied_to=tied_to
+                blueprint.names.head, blueprint.vocab_size, blueprint.hidden, tied_to=tied_to
             )
         return EmbedderNetwork(trunk, cls.classifier(load, huggingface_config, trunk), masked_lm_head)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
 
 
-_HIDDEN_SIZES = ("hidden_size", "dim", "d_model", "n_embd")
+_HIDDEN_SIZE_KEYS = ("hidden_size", "dim", "d_model", "n_embd")
 """The keys under which families store the hidden size in ``config.json``; the first present key is used."""
 
 
@@ -44,8 +44,8 @@ class EncoderNetwork(Protocol):
         ...
 
     @property
-    def length_dependent(self) -> bool:
-        """Whether positions depend on the length of the sequence."""
+    def is_length_dependent(self) -> bool:
+        """Whether rotary angles depend on the sequence length; if so, steps need `text_lengths`."""
         ...
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
@@ -80,12 +80,12 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
 
     @property
     def reads_token_types(self) -> bool:
-        """Whether the two texts of a pair have different token types."""
+        """Whether the network distinguishes the token types of the two texts of a pair."""
         return True
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        """Map from placeholder token ids to the kind of input, such as images. Such inputs are refused."""
+        """Map from the id of a placeholder token to the kind of input, such as images, that is refused."""
         return {}
 
     @property
@@ -97,7 +97,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def output_size(cls, huggingface_config: HuggingFaceConfig) -> int:
         """Return E, the size of the hidden states that the network computes."""
         config = huggingface_config
-        return config.integer(next((key for key in _HIDDEN_SIZES if key in config), _HIDDEN_SIZES[0]))
+        return config.integer(next((key for key in _HIDDEN_SIZE_KEYS if key in config), _HIDDEN_SIZE_KEYS[0]))
 
     @classmethod
     @abstractmethod
@@ -110,11 +110,11 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     ) -> int:
         """Return the maximum length of an input.
 
-        It is the configured length, else the ``max_seq_length`` of a sentence-transformers layout, but at
-        most the number of positions of the network, else that number.
+        It is the configured length. If none is configured, it is the ``max_seq_length`` of a
+        sentence-transformers layout, but at most `max_positions`. Without both, it is `max_positions`.
 
         Raises:
-            ValueError: the configured length exceeds the positions of the network.
+            ValueError: the configured length exceeds `max_positions`.
         """
         positions = cls.max_positions(huggingface_config)
         trained_length = pipeline_config.model.embedding_layout.max_seq_length
@@ -140,16 +140,16 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     ) -> EncoderInputs:
         """Return a ragged batch of the whole inputs of all contexts."""
         contexts = [context for replica in replica_batches for context in replica]
-        counts = np.array([context.active_length for context in contexts])
-        ends = counts.cumsum()
-        positions = np.arange(ends[-1]) - (ends - counts).repeat(counts)
+        lengths = np.array([context.active_length for context in contexts])
+        ends = lengths.cumsum()
+        positions = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
         context_types = [context.token_type_ids for context in contexts]
         token_types = None
         if self.reads_token_types and any(types is not None for types in context_types):
             token_types = np.concatenate(
                 [
-                    np.zeros(count) if types is None else types
-                    for count, types in zip(counts, context_types, strict=True)
+                    np.zeros(length) if types is None else types
+                    for length, types in zip(lengths, context_types, strict=True)
                 ]
             )
         return EncoderInputs(
@@ -157,7 +157,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             row_offsets=self._to_device(np.concatenate([[0], ends]), np.int32),
             positions=self._to_device(positions, np.int64),
             token_types=None if token_types is None else self._to_device(token_types, np.int64),
-            lora=None if self.lora_manager is None else self.lora_manager.inputs(contexts, counts),
+            lora=None if self.lora_manager is None else self.lora_manager.inputs(contexts, lengths),
         )
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> NoReturn:
@@ -183,8 +183,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def _run_compiled(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor | None:
         """Return the hidden states from a compiled step; None if the step must run eagerly.
 
-        Only steps with a single input of limited length and without adapters are compiled. The shape of such
-        a step depends only on the input's length. Batches of several inputs have too many different shapes.
+        Only steps with a single input of limited length and without adapters are compiled. The shape of a
+        step with one input depends only on its length. Batches of several inputs have too many shapes.
         """
         graphs = self.session.graphs
         if graphs is None:
@@ -221,7 +221,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:
         """Return the tensors that all layers and heads of a step share."""
         lengths = None
-        if self.network.length_dependent:
+        if self.network.is_length_dependent:
             counts = model_inputs.row_offsets.diff().long()
             lengths = counts.repeat_interleave(counts)
         return StepInputs(

@@ -4,7 +4,7 @@ Only rank 0 schedules, prepares inputs and samples. For each forward, or for a c
 rank 0 sends one message of a few kilobytes with the tensors of the step. Then all ranks run the network.
 Ranks above 0 have no contexts, text or sampling parameters. The tokens that rank 0 samples are part of its
 next message; within a call of several steps, a kernel broadcasts them. Block tables and cache slots are equal
-on all ranks: a block contains the same tokens on each rank, but different heads.
+on all ranks: a block contains the same tokens on each rank, but different kv heads.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class Follower:
         self._model.pack_pending()
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copy one block of all layers of a group."""
+        """Copy block ``source`` to block ``target`` in all layers of a cache group."""
         self._kv.storage.copy_block(group, source, target)
 
     def populate_cache(self, layer: int, first: int, end: int) -> None:
-        """Allocate the pages of blocks of a layer, see `KVCacheStorage.populate`."""
+        """Allocate the memory pages of blocks ``first`` to ``end - 1`` of a layer."""
         self._kv.storage.populate(layer, first, end)
 
     def discard_cache(self) -> None:
-        """Return the memory of the KV cache to the system, and forget its content."""
+        """Return the memory of the KV cache to the operating system. Its content is lost."""
         self._kv.discard_storage()
 
     def put_adapter(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:

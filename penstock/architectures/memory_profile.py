@@ -22,17 +22,18 @@ from penstock.pipelines.core import TextContext
 def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: DeviceMemory) -> MemoryPlan:
     """Return the memory plan of a loaded model, with measured sizes of weights and activations.
 
-    Runs and samples one step of ``max_batch_input_tokens`` tokens in ``max_batch_size`` sequences. The
-    maximum sequence length of the result never exceeds ``model.memory_plan.max_length``, because the layers
-    were built for that length.
+    Runs and samples one step of at most ``max_batch_input_tokens`` tokens in at most ``max_batch_size``
+    sequences. The plan's maximum sequence length never exceeds ``model.memory_plan.max_length``, because the
+    layers are built for ``model.memory_plan.max_length`` tokens.
 
     Args:
         model: the model with loaded weights.
-        spec: the layers of the model's KV cache.
+        spec: the specification of the model's KV cache.
         memory: measures free and peak memory of the model's device.
 
     Raises:
-        InsufficientMemoryError: the largest step and the smallest permitted KV cache do not fit together.
+        InsufficientMemoryError: the largest step does not fit into memory, or does not leave enough memory
+            for the smallest permitted KV cache.
     """
     plan, config = model.memory_plan, model.pipeline_config
     weights_size = max(model.free_memory - memory.free(), 0)
@@ -72,6 +73,7 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
         plan.block_size,
         device=device,
         enable_prefix_caching=False,
+        num_states=len(contexts),
     )
     for context in contexts:
         kv.claim(context)
@@ -94,10 +96,10 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
 
 
 def _largest_batch(plan: MemoryPlan) -> list[TextContext]:
-    """Return prompts that divide the tokens of the largest step evenly, each of at most ``max_length``."""
-    count = min(plan.max_batch_size, plan.max_batch_input_tokens)
-    lengths = np.full(count, plan.max_batch_input_tokens // count)
-    lengths[: plan.max_batch_input_tokens % count] += 1
+    """Return contexts that share the tokens of the largest step evenly, each of at most ``max_length``."""
+    num_contexts = min(plan.max_batch_size, plan.max_batch_input_tokens)
+    lengths = np.full(num_contexts, plan.max_batch_input_tokens // num_contexts)
+    lengths[: plan.max_batch_input_tokens % num_contexts] += 1
     lengths = lengths.clip(max=plan.max_length)
     return [
         TextContext(prompt="", tokens=np.zeros(length, np.int64), max_length=int(length))

@@ -1,7 +1,7 @@
 """`PipelineModel`, the interface between a pipeline and a model, with its inputs and outputs.
 
-A model is a subclass of `PipelineModel` or of one of two base classes that define some of its methods.
-`penstock.architectures.network_model.NetworkModel` reads and packs a network from a checkpoint.
+A model is a subclass of `PipelineModel`. Two subclasses define some of its methods:
+`penstock.architectures.network_model.NetworkModel` reads and packs a network from a checkpoint, and
 `penstock.architectures.decoder.DecoderModel` adds the KV cache and the inputs of a decoder.
 """
 
@@ -51,8 +51,7 @@ _UNSET: Any = None  # a default, so that a subclass with other inputs can leave 
 class ModelInputs:
     """A ragged batch: the rows of all sequences, concatenated.
 
-    The rows of a sequence are a whole prompt, a chunk of it or a single token. A model with other inputs
-    subclasses this class.
+    The rows of a sequence are a whole prompt, a chunk of it or a single token, then its drafted tokens.
     """
 
     tokens: Tensor = _UNSET
@@ -60,7 +59,7 @@ class ModelInputs:
     row_offsets: Tensor = _UNSET
     """``[B + 1]`` int32: sequence b owns rows ``row_offsets[b]:row_offsets[b + 1]``."""
     positions: Tensor = _UNSET
-    """``[T]`` int64."""
+    """``[T]`` int64; ``[3, T]`` for images in a model with multimodal RoPE."""
     logit_rows: Tensor = _UNSET
     """``[R]`` int64: the rows whose logits are computed."""
     logit_offsets: Tensor = _UNSET
@@ -92,7 +91,7 @@ class ModelOutputs:
     """The result of one forward."""
 
     next_token_logits: Tensor | None = None
-    """``[B, V]``: logits of the last row of each sequence."""
+    """``[B, V]``: logits of the last row of each sequence; None if `logits` has other rows."""
     logits: Tensor | None = None
     """``[R, V]``: the requested rows of logits, grouped by sequence."""
     logit_offsets: Tensor | None = None
@@ -110,14 +109,16 @@ class KVCacheMixin(Protocol):
         ...
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """Return the size in bytes of the KV cache, at most ``available_cache_memory``."""
+        """Return the size in bytes of the KV cache, at most ``available_cache_memory``.
+
+        Raises:
+            InsufficientMemoryError: the smallest cache that the configuration permits does not fit.
+        """
         ...
 
 
 class PipelineModel(ABC, Generic[BaseContextType]):
-    """A model with setup, input preparation and execution.
-
-    Only the first two arguments are required. Most of the other defaults come from the configuration.
+    """A loaded model, which prepares the inputs of a step and runs its forward.
 
     Args:
         pipeline_config: the configuration of the whole pipeline.
@@ -157,7 +158,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self.return_hidden_states = return_hidden_states
         spec, shard = self.kv_spec(pipeline_config, self.huggingface_config), session.shard
         spec = spec and with_stored_scales(spec, pipeline_config)
-        # All ranks plan with the largest part of any rank, so that they have the same blocks.
+        # Plan with the largest number of kv heads of any rank, so that all ranks have the same blocks.
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.max_kv_heads))
         self.memory_plan = self._plan_memory()
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.num_kv_heads))
@@ -247,10 +248,10 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return 0
 
     def measure_memory(self) -> None:
-        """Plan the KV cache again with the measured size of the loaded weights; by default, do nothing."""
+        """Plan the KV cache again with measured sizes of weights and activations; by default, do nothing."""
 
     def estimate_memory_footprint(self) -> int:
-        """Return the number of bytes that remain for the KV cache after weights and activations."""
+        """Return the bytes that remain for the KV cache after all other memory of the plan."""
         plan = self.memory_plan
         return plan.available_memory - plan.static_size
 
@@ -305,9 +306,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         Args:
             replica_batches: the batch of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch, for a model with a KV cache.
-            return_n_logits: the rows of logits per sequence with `ReturnLogits.VARIABLE`: one number for all
-                sequences, or a list with a number for each. A list is passed only for drafts and echoed
-                prompts.
+            return_n_logits: the number of rows of logits per sequence with `ReturnLogits.VARIABLE`: one for
+                all sequences, or one for each. A list is passed only for drafts and echoed prompts.
             drafts: drafted tokens of each context, appended to its active tokens. Passed only with
                 speculative decoding.
         """
@@ -348,7 +348,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _free_memory(self, weights_size: int) -> int:
         """Return the bytes available for weights, activations and KV cache before the model is loaded."""
-        # Read before the free memory, because a thread moves free memory to the prefaulted buffer.
+        # The buffer is read before the free memory, because a thread moves free memory to the buffer.
         free = self.session.prefaulted.num_idle
         free += self.session.free_memory_of(self.devices)
         private = private_memory.free()
@@ -357,8 +357,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         ranks = self.session.ranks
         if ranks is None:
             return free
-        rank_memory = free // ranks.world if self.devices[0].is_host else free  # CPU ranks share host memory
-        return ranks.minimum([rank_memory])[0]
+        num_sharing = ranks.world_size if self.devices[0].is_host else 1  # CPU ranks share host memory
+        return ranks.minimum([free // num_sharing])[0]
 
     def _rank_weights_size(self) -> int:
         """Return the size in bytes of the weights of the rank that stores the most."""

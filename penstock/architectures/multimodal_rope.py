@@ -22,7 +22,7 @@ from penstock.kernels import KVCacheInputs
 from penstock.nn.config_values import ConfigValues
 from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextContext
 
-GRID = "image_grid_thw"
+GRID_ARGUMENT = "image_grid_thw"
 """The key of the image argument with the numbers of frames, patch rows and patch columns."""
 
 
@@ -65,18 +65,18 @@ class MultimodalRopeModel(DecoderModel):
         return super().prepare_next_token_inputs(next_tokens, prev_model_inputs)
 
 
-def multimodal_positions(context: TextContext, count: int, merge: int) -> npt.NDArray[np.int64]:
-    """Return the positions ``[3, count]`` of ``count`` tokens of a context, from its ``start_idx``.
+def multimodal_positions(context: TextContext, num_tokens: int, merge_size: int) -> npt.NDArray[np.int64]:
+    """Return the positions ``[3, num_tokens]`` of a context's tokens from its ``start_idx`` on.
 
     The positions depend only on the images and the token indices. Chunked prefill, preemption and prefix
     caching therefore do not change them.
     """
     first_index = context.start_idx
-    indices = np.arange(first_index, first_index + count)
-    positions = np.broadcast_to(indices, (3, count)).copy()
+    indices = np.arange(first_index, first_index + num_tokens)
+    positions = np.broadcast_to(indices, (3, num_tokens)).copy()
     images = context.images if isinstance(context, TextAndVisionContext) else []
     for image in images:
-        rows, columns = merged_grid(image, merge)
+        rows, columns = merged_grid(image, merge_size)
         is_inside = (indices >= image.start_idx) & (indices < image.end_idx)
         offsets = indices[is_inside] - image.start_idx
         start = positions[0, is_inside] - offsets
@@ -90,38 +90,38 @@ def multimodal_positions(context: TextContext, count: int, merge: int) -> npt.ND
 def patches_and_grid(
     image: ImageMetadata, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the patches ``[T, C 2 p p]`` of an image on a device, and a list with its one grid."""
-    _, height, width = image.arguments[GRID].tolist()
+    """Return the patches ``[T, C 2 p p]`` of an image on a device, and a list with its grid."""
+    _, height, width = image.arguments[GRID_ARGUMENT].tolist()
     return torch.from_numpy(image.pixel_values).to(device, dtype), [(height, width)]
 
 
-def merged_grid(image: ImageMetadata, merge: int) -> tuple[int, int]:
-    """Return the rows and columns of an image's grid after patches are merged."""
-    _, height, width = image.arguments[GRID].tolist()
-    return height // merge, width // merge
+def merged_grid(image: ImageMetadata, merge_size: int) -> tuple[int, int]:
+    """Return the rows and columns of an image's grid of merged patches."""
+    _, height, width = image.arguments[GRID_ARGUMENT].tolist()
+    return height // merge_size, width // merge_size
 
 
-def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+def sectioned_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
     """Return the position axis of each pair of dims if each axis rotates a contiguous section of pairs.
 
     Raises:
-        ConfigError: the sections do not cover the pairs of a head.
+        ConfigError: the sections do not add up to ``num_pairs``.
     """
-    if sum(sections) != pairs:
+    if sum(sections) != num_pairs:
         raise ConfigError(
             "mrope_section",
-            f"{list(sections)} must add up to {pairs}, half the dims of a head, not {sum(sections)}",
+            f"{list(sections)} must add up to {num_pairs}, half the dims of a head, not {sum(sections)}",
         )
     return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
-def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+def interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
     """Return the position axis of each pair of dims if the axes are interleaved.
 
     Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates all other
     pairs.
     """
-    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
 
 
 def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int, ...]:

@@ -50,16 +50,19 @@ class NetworkModel(PipelineModel[BaseContextType]):
         self.network = self._load_network()
 
     def _load_network(self) -> CalibrationNetwork:
-        """Read and calibrate the network, and load the adapters. `LazyPacking` packs other layers later."""
+        """Read the network, pack its calibrated layers, and load the adapters.
+
+        `LazyPacking` packs the lazily packed layers later.
+        """
         model = self.pipeline_config.model
         ops = self.session.ops
         shard = self.session.shard
         # A file of packed weights contains whole layers, so a rank with parts of layers cannot use it.
-        has_store = ops.packs_weights and shard.is_whole
-        store = open_packed(model.packed_key, ops.layout) if has_store else None
-        if store is not None or not ops.packs_weights:
+        can_read_packed = ops.packs_weights and shard.is_whole
+        packed_reader = open_packed(model.packed_key, ops.layout) if can_read_packed else None
+        if packed_reader is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # this memory is only for weights packed in this process
-        load_packed = None if store is None else store.take
+        load_packed = None if packed_reader is None else packed_reader.take
         self._warn_about_dequantized_weights()
         loader = Loader(
             self.weights,
@@ -188,18 +191,18 @@ class NetworkModel(PipelineModel[BaseContextType]):
         config, tasks = self.pipeline_config, self.task_adapters(loader)
         if not config.lora.is_enabled and not tasks:
             return None
-        ranks = (len(down) for adapter in tasks.values() for down, _ in adapter.matrices.values())
+        lora_ranks = (len(down) for adapter in tasks.values() for down, _ in adapter.matrices.values())
         adapters = LoRAManager(
-            config.lora.with_checkpoint_adapters(len(tasks), max(ranks, default=0)),
+            config.lora.with_checkpoint_adapters(len(tasks), max(lora_ranks, default=0)),
             self.adapted_layers(loader),
             self.weights,
             [config.model.model_path, config.model.name],
             dtype=loader.dtype,
             device=self.torch_device,
-            rename=self.adapter_name,
+            rename=self.rename_adapter_tensor,
             parts=loader.parts,
             task_adapters=tasks,
-            is_leader=self.session.shard.rank == 0,
+            is_rank_0=self.session.shard.rank == 0,
         )
         if self.session.ranks is not None:
             adapters.on_put(lambda slot, matrices: self.announce("put_adapter", slot, dict(matrices)))
@@ -214,7 +217,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         return {}
 
     @property
-    def adapter_name(self) -> Callable[[str], str | None] | None:
+    def rename_adapter_tensor(self) -> Callable[[str], str | None] | None:
         """Maps tensor names of PEFT's model to names of this model; None if the names are equal."""
         return None
 

@@ -76,12 +76,14 @@ class PostNormModel(EncoderModel):
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden % heads:
             raise ConfigError("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}")
-        kind = config.text("position_embedding_type", cls.position_types[0])
-        if kind not in cls.position_types:
+        position_type = config.text("position_embedding_type", cls.position_types[0])
+        if position_type not in cls.position_types:
             supported = " and ".join(map(repr, cls.position_types))
-            raise ConfigError("position_embedding_type", f"{kind!r} is not supported, only {supported}")
+            raise ConfigError(
+                "position_embedding_type", f"{position_type!r} is not supported, only {supported}"
+            )
         return PostNormSizes(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             positions=config.integer("max_position_embeddings", 512),
             token_types=config.integer("type_vocab_size", 2, minimum=0),
             layers=config.integer("num_hidden_layers", maximum=MAX_LAYERS),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
     from penstock.media.family import VisionFamily
 
-_BUILT_IN = "penstock.architectures"
+_BUILT_IN_PACKAGE = "penstock.architectures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class PipelineRegistry:
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
         """All records, by name and task."""
         records_by_key = {
-            _key(record): record for folder in self._folders for record in self._load_folder(folder)
+            _record_key(record): record for folder in self._folders for record in self._load_folder(folder)
         }
         return tuple(record for _, record in sorted((records_by_key | self._registered).items()))
 
@@ -189,7 +189,7 @@ class PipelineRegistry:
                 f"{architecture.name!r} is already registered for {architecture.task.option}: pass "
                 "allow_override=True to replace it",
             )
-        self._registered[_key(architecture)] = architecture
+        self._registered[_record_key(architecture)] = architecture
 
     def _records_for_type(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
         """Return the records of a model type, by task."""
@@ -201,7 +201,7 @@ class PipelineRegistry:
     @cached_property
     def _folders(self) -> Mapping[str, str]:
         """Map from folder name to parent package. Lists the folders without importing them."""
-        packages = [_BUILT_IN, *map(_as_package, self._extra_folders)]
+        packages = [_BUILT_IN_PACKAGE, *map(_as_package, self._extra_folders)]
         return {
             module.name: package
             for package in packages
@@ -241,7 +241,7 @@ PIPELINE_REGISTRY = PipelineRegistry()
 """The registry of Penstock's architectures."""
 
 
-def _key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
+def _record_key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
     return architecture.name, architecture.task
 
 

@@ -26,9 +26,11 @@ class StepMessage:
     text_lengths: np.ndarray | None
     spans: np.ndarray | None
     lengths: np.ndarray
+    """`KVCacheInputs.lengths`."""
     groups: tuple[tuple[np.ndarray, np.ndarray, int | None, bool], ...]
     """For each KV cache group: block tables, slots, window, and whether attention is chunked."""
     adapters: np.ndarray | None
+    """`LoRAInputs.rows`."""
     embeds: tuple[np.ndarray, np.ndarray, torch.dtype] | None
     """The indices of image rows, their embeddings as float32, and the original type of the embeddings."""
 

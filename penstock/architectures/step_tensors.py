@@ -24,12 +24,12 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
     return None if inputs.spans is None else "spans of images"
 
 
-def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
+def step_key(inputs: ModelInputs, padded_width: Callable[[int], int]) -> Hashable:
     """Return the key of a compiled step: all properties of the inputs that affect its operations.
 
     Args:
         inputs: the inputs of the step.
-        columns: maps the width of a block table to the width that a compiled step reserves for it.
+        padded_width: maps the width of a block table to the width that a compiled step reserves for it.
     """
     kv, embeds = inputs.kv, inputs.input_embeds
     assert kv is not None
@@ -41,7 +41,7 @@ def step_key(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         None if embeds is None else (embeds[1].shape, embeds[1].dtype),
         kv.caches[0].data_ptr(),  # a compiled step writes to the cache with which it was recorded
         _adapter_key(inputs.lora),
-        *(columns(group.block_tables.shape[1]) for group in kv.groups),
+        *(padded_width(group.block_tables.shape[1]) for group in kv.groups),
     )
 
 
@@ -70,6 +70,9 @@ def step_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
     for index, group in enumerate(kv.groups):
         tensors[f"tables.{index}"] = group.block_tables
         tensors[f"slots.{index}"] = group.slots
+    if kv.states is not None:
+        tensors["states"] = kv.states.slots
+        tensors["saves"] = kv.states.saves
     if inputs.text_lengths is not None:
         tensors["text_lengths"] = inputs.text_lengths
     if inputs.lora is not None:
@@ -88,6 +91,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         replace(group, block_tables=tensors[f"tables.{index}"], slots=tensors[f"slots.{index}"])
         for index, group in enumerate(inputs.kv.groups)
     )
+    states = inputs.kv.states
+    if states is not None:
+        states = replace(states, slots=tensors["states"], saves=tensors["saves"])
     embeddings = None
     if inputs.input_embeds is not None:
         embeddings = tensors["embedded_rows"], tensors["embeddings"][:, 0]
@@ -97,7 +103,7 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         positions=tensors["positions"],
         row_offsets=tensors["row_offsets"],
         logit_rows=tensors["logit_rows"],
-        kv=replace(inputs.kv, lengths=tensors["lengths"], groups=groups),
+        kv=replace(inputs.kv, lengths=tensors["lengths"], groups=groups, states=states),
         text_lengths=tensors.get("text_lengths"),
         input_embeds=embeddings,
         lora=inputs.lora and replace(inputs.lora, rows=tensors["adapters"]),
@@ -105,9 +111,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
 
 
 def later_step_tensors(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
-    """Return the tensors that change between ``num_steps`` decode steps by name, without the tokens.
+    """Return, by name, all tensors except the tokens that change between ``num_steps`` decode steps.
 
-    Each tensor is ``[n, ...]`` and starts with the values of the step of ``inputs``.
+    Each tensor is ``[n, ...]`` and starts with the values of ``inputs``.
 
     The blocks of all steps must be reserved already. `KVCacheInputs.advance` computes the same values for one
     step.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class TransformerModel(DecoderModel):
     """A decoder-only transformer that a `Blueprint` describes."""
 
-    is_divisible = True
+    supports_tensor_parallelism = True
     head_bias: ClassVar[bool] = False
     """Whether the output head has a bias."""
 
@@ -86,13 +86,13 @@ class TransformerModel(DecoderModel):
         layers_by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(blueprint.windows):
             layers_by_window.setdefault(window, []).append(layer)
-        limits = {rotary.key_limit for rotary in blueprint.rotaries}
+        max_lengths = {rotary.short_factor_max_length for rotary in blueprint.rotaries}
         return KVCacheSpec(
             tuple(
                 KVGroup(tuple(layers), blueprint.kv_heads, blueprint.head_dim, dtype, window)
                 for window, layers in layers_by_window.items()
             ),
-            key_limits=tuple(sorted(limit for limit in limits if limit is not None)),
+            key_limits=tuple(sorted(length for length in max_lengths if length is not None)),
             shares_prefixes=all(rotary.kind != "dynamic" for rotary in blueprint.rotaries),
         )
 

@@ -73,7 +73,7 @@ def paged_attention(
         )
     layer = _layer_index(module, module_step.spec)
     group = module_step.layer_group(layer)
-    _check(module, group, key, value, attention_mask, options)
+    _check_call(module, group, key, value, attention_mask, options)
     module_step.calls.append(layer)
     step = module_step.step
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -120,7 +120,7 @@ _SUPPORTED_OPTIONS = {
 """Options that `paged_attention` applies or checks, or that the KV cache implements."""
 
 
-def _check(
+def _check_call(
     module: nn.Module,
     group: KVGroup,
     key: Tensor,

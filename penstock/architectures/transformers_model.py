@@ -42,7 +42,7 @@ class ModuleNetwork:
 
     module: nn.Module
     spec: KVCacheSpec
-    length_dependent: bool = False
+    is_length_dependent: bool = False
 
     def logits(self, tokens: Tensor, step: StepInputs, rows: Tensor) -> Tensor:
         """Return the logits ``[R, V]`` of the rows ``rows [R]`` of ``tokens [T]``.
@@ -79,13 +79,13 @@ class ModuleNetwork:
 
 
 class TransformersModel(DecoderModel):
-    """The pipeline model of a family that Penstock runs with its transformers module."""
+    """Runs the transformers module of a family that has no network of Penstock."""
 
     network: ModuleNetwork
 
     @classmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
-        _check(pipeline_config)
+        _check_support(pipeline_config)
         config = _module_config(pipeline_config)
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -215,7 +215,7 @@ def _module_config(pipeline_config: PipelineConfig) -> PreTrainedConfig:
     return config
 
 
-def _check(pipeline_config: PipelineConfig) -> None:
+def _check_support(pipeline_config: PipelineConfig) -> None:
     """Refuse settings that `TransformersModel` does not support and modules that it cannot run.
 
     Raises:
@@ -245,9 +245,9 @@ def _config_problem(config: PreTrainedConfig) -> str | None:
         return f"it has layers of {', '.join(sorted(unknown))}"
     ropes = getattr(config, "rope_parameters", None) or {}
     sections = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
-    kinds = {section.get("rope_type") for section in sections} & {"dynamic", "longrope"}
-    if kinds:
-        return f"positions of rope type {kinds.pop()} depend on the longest sequence of a batch"
+    unsupported = {section.get("rope_type") for section in sections} & {"dynamic", "longrope"}
+    if unsupported:
+        return f"positions of rope type {unsupported.pop()} depend on the longest sequence of a batch"
     missing = [
         key
         for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -281,11 +281,11 @@ def _windows(config: PreTrainedConfig) -> list[tuple[int | None, bool]]:  # [L]
     types = getattr(config, "layer_types", None)
     if types is None:
         return [(window, False)] * layers
-    kinds = {
+    windows_by_type = {
         _FULL: (None, False),
         _SLIDING: (window, False),
         _CHUNKED: (getattr(config, "attention_chunk_size", None), True),
     }
-    if len(types) != layers or any(kinds[kind][0] is None for kind in types if kind != _FULL):
+    if len(types) != layers or any(windows_by_type[kind][0] is None for kind in types if kind != _FULL):
         raise ConfigError("layer_types", f"{types!r} does not fit {layers} layers and window {window!r}")
-    return [kinds[kind] for kind in types]
+    return [windows_by_type[kind] for kind in types]

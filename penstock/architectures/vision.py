@@ -37,12 +37,12 @@ class VisionModel(ABC):
 
     @abstractmethod
     def encoder_rows(self, image: ImageMetadata) -> int:
-        """Return the number of rows that the vision tower computes for an image: one row per patch."""
+        """Return the rows of an image in the vision tower: one per patch, plus a class row in CLIP."""
 
     @classmethod
     @abstractmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
-        """Return the `encoder_rows` of the largest image for which memory is planned."""
+        """Return the largest number of rows of one image in an encoder call, for the memory plan."""
 
     @classmethod
     @abstractmethod

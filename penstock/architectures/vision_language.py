@@ -54,9 +54,9 @@ class VisionLanguageNetwork:
         return self.text.head
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys of the decoder depend on the length of the sequence."""
-        return self.text.length_dependent
+        return self.text.is_length_dependent
 
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
@@ -121,7 +121,8 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         """Return the class of the decoder.
 
         Raises:
-            ConfigError: no family of this type can be the decoder of a vision model.
+            UnknownArchitectureError: the type is unknown.
+            ConfigError: the family cannot be the decoder of a vision model.
         """
         name = text_config.text("model_type")
         record = PIPELINE_REGISTRY.retrieve_architecture(text_config, "text_config")
@@ -155,7 +156,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
 
     def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
-        """Return the layers of the decoder only. Requests with different adapters share encoder outputs."""
+        """Return the layers of the decoder only, because encoder outputs are shared between adapters."""
         names = self.tensor_names(self.pipeline_config.model.huggingface_config)
         return {
             name: layer
@@ -164,7 +165,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         }
 
     @property
-    def adapter_name(self) -> Callable[[str], str | None] | None:
+    def rename_adapter_tensor(self) -> Callable[[str], str | None] | None:
         return type(self).weights_adapter
 
     def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
@@ -179,11 +180,11 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         if graphs is None or self.session.ranks is not None:
             return None
         if self.encoder_graphs is None or self.encoder_graphs.compiler is not graphs.compiler:
-            rows = self.encoder_row_size(self.pipeline_config, self.huggingface_config)
+            row_size = self.encoder_row_size(self.pipeline_config, self.huggingface_config)
             self.encoder_graphs = GraphCache(
                 graphs.compiler,
                 max_graphs=MAX_ENCODER_GRAPHS,
-                max_bytes=self.max_encoder_rows * rows,
+                max_bytes=self.max_encoder_rows * row_size,
                 pads_columns=False,
             )
         return self.encoder_graphs

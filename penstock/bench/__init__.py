@@ -2,5 +2,6 @@
 
     prompts -> load (open or closed loop) -> outcomes -> summary -> table, JSON, plot
 
-The load generator uses only OpenAI's HTTP API, so it can measure any compatible server.
+The requests of a load test use only OpenAI's HTTP API, so any compatible server can be measured. Random
+prompts also need the server's ``/tokenize``, and ``/detokenize`` for chats.
 """

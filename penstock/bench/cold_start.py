@@ -27,11 +27,11 @@ with LLM.from_config(config) as llm:
 print(
     json.dumps(
         {
-            "began": start_time,
-            "imports": import_time - start_time,
-            "model": load_time - import_time,
-            "first": end_time - load_time,
-            "ended": end_time,
+            "start_time": start_time,
+            "import_seconds": import_time - start_time,
+            "load_seconds": load_time - import_time,
+            "first_token_seconds": end_time - load_time,
+            "end_time": end_time,
         }
     )
 )

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for load tests. It records when each part of a response arrives.
+"""A small HTTP/1.1 client for load tests, which records when each part of a response arrives.
 
-The client often runs on the machine of the server and competes for its CPU time. A general-purpose client
-takes more CPU time for a streamed token than a fast server.
+The client often runs on the machine of the server and competes with the server for CPU time. A
+general-purpose client takes more CPU time for a streamed token than a fast server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 
-_MAX_HEAD = 65536
+_MAX_HEAD_BYTES = 65536
 
 
 class IncompleteResponseError(Exception):
@@ -32,8 +32,8 @@ class HttpResponse:
     headers: dict[str, str] = field(default_factory=dict)
     """The headers, with names in lower case."""
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """For each chunk of a chunked body, or each part of another body that was received at once: the arrival
-    time and the bytes."""
+    """(arrival time, bytes) of each part of the body: each chunk of a chunked body, or each received block of
+    a body that is not chunked."""
 
     @property
     def body(self) -> bytes:
@@ -47,11 +47,11 @@ class HttpClient:
     If a reused connection is closed before a response arrives, the request is sent again.
 
     Args:
-        url: the base URL of the server. Its path is a prefix of all paths.
+        url: the base URL of the server. The path of this URL is a prefix of the path of each request.
         headers: headers to send with each request.
 
     Raises:
-        ConfigError: the address is invalid.
+        ConfigError: ``url`` is not a valid HTTP or HTTPS address.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
     def _read_head(self) -> None:
         head_size = self._buffer.find(b"\r\n\r\n")
         if head_size < 0:
-            if len(self._buffer) > _MAX_HEAD:
+            if len(self._buffer) > _MAX_HEAD_BYTES:
                 raise ValueError("the response head is too long")
             return
         status_line, *lines = self._buffer[:head_size].decode("latin-1").split("\r\n")
@@ -217,15 +217,15 @@ class _Connection(asyncio.Protocol):
             line_end = buffer.find(b"\r\n")
             if line_end < 0:
                 return
-            size = int(bytes(buffer[:line_end]).partition(b";")[0], 16)
-            if len(buffer) < line_end + size + 4:
+            chunk_size = int(bytes(buffer[:line_end]).partition(b";")[0], 16)
+            if len(buffer) < line_end + chunk_size + 4:
                 return
-            if size == 0:
+            if chunk_size == 0:
                 del buffer[: line_end + 4]  # trailers are not supported
                 self._end()
                 return
-            pieces.append((now, bytes(buffer[line_end + 2 : line_end + 2 + size])))
-            del buffer[: line_end + size + 4]
+            pieces.append((now, bytes(buffer[line_end + 2 : line_end + 2 + chunk_size])))
+            del buffer[: line_end + chunk_size + 4]
 
     def _end(self) -> None:
         if self._response.headers.get("connection", "").lower() == "close":

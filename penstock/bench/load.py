@@ -23,13 +23,14 @@ class Load:
     concurrency: int | None = None
     """Number of concurrent requests.
 
-    In a closed loop, the next request is sent when a request ends. In an open loop this number is the
-    maximum. None for no limit.
+    In a closed loop, the next request is sent when a request ends. In an open loop, this number is the
+    maximum, and further due requests wait. None for no limit.
     """
     rate: float | None = None
     """Mean number of requests per second (a Poisson process). With a rate, the load is an open loop."""
     timeout: float = 600.0
-    """Number of seconds after which a request counts as failed."""
+    """Number of seconds after which a request counts as failed. Includes the wait because of
+    ``concurrency``."""
     seed: int = 0
 
 
@@ -43,7 +44,7 @@ class Measurement:
     ended: float = 0.0
     is_interrupted: bool = False
     round_trips: list[float] = field(default_factory=list)
-    """Round-trip times in seconds, measured before the load test; see `round_trips`."""
+    """Round-trip times in seconds, measured before the load test by the function `round_trips`."""
 
     @property
     def seconds(self) -> float:
@@ -62,8 +63,8 @@ async def measure(
 ) -> Measurement:
     """Send all requests and return when all have ended or ``stop`` is set.
 
-    In an open loop, latencies are measured from the time when a request was due. They therefore include the
-    delay of requests that are sent late because the server or the client is slow.
+    In an open loop, latencies are measured from the time when a request was due. Latencies therefore include
+    the delay of requests that are sent late because the server or the client is slow.
 
     Args:
         client: the client of the server.
@@ -94,9 +95,9 @@ async def measure(
 async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
     """Return the seconds of ``count`` GET requests, which are sent one after another on one connection.
 
-    The requests cause no computation, so they measure the overhead of server and network. An additional first
-    request is not counted, because it may open the connection. The list is shorter if the server does not
-    respond. The load test then reports the error.
+    The route ``path`` should need no computation, so that the seconds are the overhead of server and network.
+    An additional first request is not counted, because it may open the connection. The list ends at the first
+    request that fails; the load test itself reports the error.
     """
     seconds: list[float] = []
     with suppress(OSError, IncompleteResponseError):

@@ -16,20 +16,20 @@ class Outcome:
 
     index: int
     scheduled: float
-    """The time when the request was due.
-
-    Latencies are measured from it, so they include delays of the client.
-    """
+    """The time when the request was due. Latencies are measured from this time, so they include delays of the
+    client."""
     sent: float = 0.0
     ended: float = 0.0
     text_times: list[float] = field(default_factory=list)
     """The arrival times of the stream events with text. An event can contain several tokens."""
     prompt_tokens: int = 0
-    """Number of prompt tokens. This field and the next two contain numbers of the server's ``usage``."""
+    """Number of prompt tokens in the server's ``usage``."""
     cached_tokens: int = 0
+    """Number of prompt tokens from the prefix cache in the server's ``usage``."""
     completion_tokens: int = 0
+    """Number of generated tokens in the server's ``usage``."""
     error: str | None = None
-    """The kind of error. Errors of the same kind have the same text."""
+    """The kind of error; None for a successful request. Errors of the same kind have the same text."""
     detail: str = ""
     """The error message, at most 500 characters."""
 
@@ -61,7 +61,7 @@ class Outcome:
             self.error, self.detail = kind, detail[:500]
 
 
-# The used fields of server responses. ------------------------------------------------------------
+# The fields of server responses that are read. ---------------------------------------------------
 
 
 class _CachedTokens(msgspec.Struct):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def wrap_title(figure: Figure, title: str) -> None:
-    """Set the title of a figure, with line breaks so that it fits into the width of the figure."""
+    """Set the title of a figure, with line breaks so that the title fits into the width of the figure."""
     text = figure.suptitle(title)
     max_width = 0.96 * figure.bbox.width
     for width in range(len(title), 7, -1):

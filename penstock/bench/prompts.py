@@ -72,10 +72,12 @@ class RequestTemplate:
 async def random_prompts(
     client: HttpClient, model: str, endpoint: EndpointName, count: int, length: int, seed: int
 ) -> list[BenchPrompt]:
-    """Return prompts of random words without common prefixes, so that a prefix cache has no hits.
+    """Return prompts of random tokens without common prefixes, so that a prefix cache has no hits.
 
-    For completions, each prompt has exactly ``length`` tokens. For chats, the text has about this number of
-    tokens, and the chat template adds more. The exact number is in ``usage``.
+    The tokens are those of a list of English words.
+
+    For completions, each prompt has exactly ``length`` tokens. For chats, the text has about ``length``
+    tokens, and the chat template adds further tokens. The exact number is in the ``usage`` of a response.
 
     Raises:
         InputError: ``length`` is less than 1, or the server cannot tokenize text.
@@ -105,12 +107,13 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     Raises:
         InputError: the file has no prompts, or a line is not a prompt.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbered_lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered_lines:
         raise InputError(f"{path} has no prompts")
     if path.suffix != ".jsonl":
-        return list(lines)
-    return [_parse_prompt(path, number, line) for number, line in enumerate(lines, 1)]
+        return [line for _, line in numbered_lines]
+    return [_parse_prompt(path, number, line) for number, line in numbered_lines]
 
 
 def repeat_prompts(prompts: Sequence[BenchPrompt], count: int) -> list[BenchPrompt]:
@@ -141,14 +144,14 @@ async def _request_json(client: HttpClient, path: str, body: object = None) -> A
     return msgspec.json.decode(answer.body)
 
 
-def _parse_prompt(path: Path, number: int, line: str) -> BenchPrompt:
+def _parse_prompt(path: Path, line_number: int, line: str) -> BenchPrompt:
     try:
         entry = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise InputError(f"{path}, line {number}: {error}") from None
+        raise InputError(f"{path}, line {line_number}: {error}") from None
     prompt = entry.get("messages", entry.get("prompt")) if isinstance(entry, dict) else entry
     if not isinstance(prompt, str | list) or not prompt:
-        raise InputError(f"{path}, line {number} has neither a prompt nor messages")
+        raise InputError(f"{path}, line {line_number} has neither a prompt nor messages")
     return prompt
 
 

@@ -1,11 +1,10 @@
-"""Compares a model in one encoding with the same model in another encoding: perplexity, divergence,
-agreement.
+"""Compares a model in one weight encoding with the same model in another: perplexity, divergence, agreement.
 
     LLM in float32 -> sampled texts -> log probabilities of each text in each encoding -> Quality
 
-The texts are sampled from the model itself, so the result does not depend on a choice of texts. The
-unquantized model has the lowest perplexity on them, and quantization errors increase it. To measure the
-quality of a model itself, texts from other sources are better.
+The texts are sampled from the model itself, so the result does not depend on a choice of texts. On these
+texts, the unquantized model has the lowest expected perplexity, and quantization errors increase the
+perplexity. To measure the quality of a model itself, use texts from other sources.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from penstock.weights.safetensors import SINGLE_FILE
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The comparison of a model with a reference over all predicted tokens of several texts."""
+    """The comparison of a model with a reference model over all predicted tokens of several texts."""
 
     perplexity: float
     divergence: float
@@ -66,7 +65,7 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
     return [[start, *(int(token) for token in output.token_ids)] for output in outputs]
 
 
-def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+def log_probs_of_texts(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """Yield the log probabilities ``[T, V]`` of each text: row t is for the token after token t."""
     pipeline = llm.pipeline
     for text in texts:
@@ -97,48 +96,52 @@ def compare_all(
     Returns:
         Name of a model -> name of a reference -> the comparison.
     """
-    counts_by_pair = {(name, reference): _QualityCounts() for name in models for reference in references}
+    sums_by_pair = {(name, reference): _QualitySums() for name in models for reference in references}
     for text, *log_probs_of_models in zip(
-        texts, *(scores(llm, texts) for llm in models.values()), strict=True
+        texts, *(log_probs_of_texts(llm, texts) for llm in models.values()), strict=True
     ):
         targets = torch.tensor(text[1:])
         log_probs_by_model = {
             name: log_probs[:-1] for name, log_probs in zip(models, log_probs_of_models, strict=True)
         }
-        for (name, reference), counts in counts_by_pair.items():
+        for (name, reference), counts in sums_by_pair.items():
             counts.add(log_probs_by_model[reference], log_probs_by_model[name], targets)
     return {
-        name: {reference: counts_by_pair[name, reference].quality() for reference in references}
+        name: {reference: sums_by_pair[name, reference].quality() for reference in references}
         for name in models
     }
 
 
 @dataclass(slots=True)
-class _QualityCounts:
+class _QualitySums:
     """Sums over the predicted tokens of all texts."""
 
-    loss: float = 0.0
-    divergence: float = 0.0
+    total_loss: float = 0.0
+    total_divergence: float = 0.0
     num_agreeing: int = 0
-    count: int = 0
+    num_tokens: int = 0
 
     def add(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:  # [T, V], [T, V], [T]
-        self.loss -= float(model.gather(1, targets[:, None]).double().sum())
-        self.divergence += float((reference.exp() * (reference - model)).double().sum())
+        self.total_loss -= float(model.gather(1, targets[:, None]).double().sum())
+        self.total_divergence += float((reference.exp() * (reference - model)).double().sum())
         self.num_agreeing += int((reference.argmax(-1) == model.argmax(-1)).sum())
-        self.count += len(targets)
+        self.num_tokens += len(targets)
 
     def quality(self) -> Quality:
-        count = self.count
-        return Quality(math.exp(self.loss / count), self.divergence / count, self.num_agreeing / count, count)
+        return Quality(
+            perplexity=math.exp(self.total_loss / self.num_tokens),
+            divergence=self.total_divergence / self.num_tokens,
+            agreement=self.num_agreeing / self.num_tokens,
+            num_tokens=self.num_tokens,
+        )
 
 
 def write_rounded(checkpoint: Path, folder: Path) -> None:
     """Write a copy of a checkpoint with its linear weights ``[out, in]`` rounded to 4 bits.
 
-    The copy is a baseline. A 4-bit encoding should have a lower divergence. The weights of each group of 32
-    inputs are rounded to multiples of 1/7 of their largest magnitude. The head, the embedding, routers,
-    tensors of other shapes and activations are not rounded.
+    The copy is a baseline: a 4-bit encoding should have a lower divergence than the copy. The weights of each
+    group of 32 inputs are rounded to multiples of 1/7 of the largest magnitude in the group. The LM head, the
+    embedding table, routers, tensors that are not matrices, and activations are not rounded.
     """
     weights = Weights.open(checkpoint)
     tensors = {}
@@ -151,12 +154,12 @@ def write_rounded(checkpoint: Path, folder: Path) -> None:
     save_file(tensors, folder / SINGLE_FILE)
 
 
-_GROUP = 32
+_GROUP_SIZE = 32
 _UNROUNDED_NAMES = ("embed", "lm_head", ".gate.", ".router.")
 
 
 def _round_to_4_bits(weight: Tensor) -> Tensor:
-    padded = F.pad(weight, (0, -weight.shape[1] % _GROUP))
-    groups = padded.view(len(weight), -1, _GROUP)
+    padded = F.pad(weight, (0, -weight.shape[1] % _GROUP_SIZE))
+    groups = padded.view(len(weight), -1, _GROUP_SIZE)
     scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
     return ((groups / scales).round() * scales).flatten(1)[:, : weight.shape[1]].contiguous()

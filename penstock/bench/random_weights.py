@@ -48,9 +48,8 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DEFAULT_DTYPE = "bfloat16"
 _NUM_RANDOM_VALUES = 4_194_301
-"""Number of random values.
-
-They are repeated, because drawing a billion values would take longer than the measurement.
+"""Number of random values that are drawn. A checkpoint repeats these values, because drawing a billion values
+would take longer than the measurement.
 
 The number is prime, so that no two rows or matrices are equal. The CPU could keep equal rows in its cache,
 and a step would read less memory than with a real model.
@@ -81,7 +80,7 @@ def shape_config(shape: str) -> dict[str, object]:
 def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str, object]:
     """Return the configuration of a tiny model with the same number and types of layers as ``config``.
 
-    Almost all of its step time is spent in Python.
+    Almost all of the step time of the tiny model is spent in Python.
 
     Args:
         config: a ``config.json`` of a known architecture.
@@ -210,13 +209,13 @@ def write_random_tensors(
         start = end
     text = json.dumps(header).encode()
     generator = torch.Generator().manual_seed(seed)
-    numbers = (0.02 * torch.randn(_NUM_RANDOM_VALUES, generator=generator)).to(DType(dtype).to_torch())
-    ones = torch.ones_like(numbers)
+    random_values = (0.02 * torch.randn(_NUM_RANDOM_VALUES, generator=generator)).to(DType(dtype).to_torch())
+    ones = torch.ones_like(random_values)
     with file.open("wb") as stream:  # written in parts, because the file can be larger than the memory
         stream.write(len(text).to_bytes(8, "little") + text)
         value_index = 0
         for shape in shapes.values():
-            source, remaining = (numbers if len(shape) > 1 else ones), prod(shape)
+            source, remaining = (random_values if len(shape) > 1 else ones), prod(shape)
             while remaining > 0:
                 values = source[value_index : value_index + remaining]
                 stream.write(values.view(torch.uint8).numpy().data)
@@ -224,9 +223,9 @@ def write_random_tensors(
                 value_index = (value_index + len(values)) % _NUM_RANDOM_VALUES
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> None:
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))

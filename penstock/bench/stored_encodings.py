@@ -45,11 +45,11 @@ class StoredFormat(CheckpointFormat):
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         encoding = str(quantization_section(config)["encoding"])
         text = config.get("text_config")
-        vocabulary = (text if isinstance(text, Mapping) else config).get("vocab_size")
+        vocab_size = (text if isinstance(text, Mapping) else config).get("vocab_size")
 
         def is_linear(name: str, header: TensorHeader) -> bool:
             is_matrix = name.endswith(".weight") and len(header.shape) == 2 and header.is_float
-            return is_matrix and not name.endswith(_NOT_LINEAR) and header.shape[0] != vocabulary
+            return is_matrix and not name.endswith(_NOT_LINEAR) and header.shape[0] != vocab_size
 
         return {
             name: replace(header, encoding=encoding) if is_linear(name, header) else header
@@ -68,7 +68,7 @@ class StoredFormat(CheckpointFormat):
 def write_stored(checkpoint: Path, folder: Path, encoding: str) -> Path:
     """Write a checkpoint that `StoredFormat` reads in an encoding.
 
-    Its files are links to the files of ``checkpoint``, except config.json.
+    The files of the written checkpoint are links to the files of ``checkpoint``, except config.json.
 
     Args:
         checkpoint: a folder with safetensors files of floats.

@@ -40,8 +40,8 @@ WORKLOADS = {
     "batch": "several concurrent prompts: output tokens per second over the whole run",
     "start": "a new process, with its files in the page cache: seconds from its start to the first token",
     "memory": "a new process: peak of its anonymous memory (without mapped files) until the first token",
-    "step": "one decode step; Python: the step time minus the time of its compiled kernels, or, if the step"
-    " is not compiled, the step time of a narrow model with the same layers",
+    "step": "one decode step; Python: the step time minus the time of the step's compiled kernels, or, if the"
+    " step is not compiled, the step time of a tiny model with the same number and types of layers",
 }
 """Name -> description of the measurement."""
 
@@ -91,7 +91,7 @@ class _TimedRunner(BatchRunner):
     first_time: float = 0.0
     """The time of the first tokens, in seconds of `perf_counter`."""
     num_first_tokens: int = 0
-    """The number of tokens in the first outputs. One call of the scheduler can generate several."""
+    """The number of tokens in the first outputs. A scheduler call can generate several tokens per prompt."""
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         self.num_first_tokens = 0
@@ -221,7 +221,7 @@ class Bench:
         return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / value for value in seconds])]
 
     def _start(self) -> list[Figure]:
-        phases = [start.seconds for start in self._cold_starts]
+        phases = [start.phase_seconds for start in self._cold_starts]
         return [Figure("start", name, "s", [phase[name] for phase in phases]) for name in phases[0]]
 
     def _memory(self) -> list[Figure]:
@@ -241,8 +241,8 @@ class Bench:
 
     def _python_seconds(self, step_times: list[float]) -> list[float]:
         graphs = self._llm.pipeline.session.graphs
-        if graphs is not None and graphs.last is not None:
-            kernels = kernel_seconds(graphs.last)
+        if graphs is not None and graphs.last_graph is not None:
+            kernels = kernel_seconds(graphs.last_graph)
             return [max(value - kernels, 1e-9) for value in step_times]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens
@@ -262,16 +262,16 @@ class Bench:
         return [run() for _ in range(self.sizes.repeats)]
 
     def _step_seconds(self, llm: InstrumentedLLM) -> float:
-        """Return the mean seconds of a decode step of one context, without the first step."""
+        """Return the mean seconds of a decode step of one context, without the steps of the first output."""
         count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
-        total = _generation_seconds(llm, prompts, count)
+        total_seconds = _generation_seconds(llm, prompts, count)
         seconds_after_first = perf_counter() - llm.first_time
         if llm is self._llm:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
             return seconds_after_first / (count - llm.num_first_tokens)
         # All tokens were returned at once. A second run measures the time to the first token.
-        return max(total - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
+        return max(total_seconds - _generation_seconds(llm, prompts, 1), 1e-9) / (count - 1)
 
     def _time_generation(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
         return _generation_seconds(llm, self._random_prompts(llm, count, length), new_tokens)
@@ -285,7 +285,7 @@ class Bench:
 class ColdStart:
     """The start-up of a new process, until its first token."""
 
-    seconds: dict[str, float]
+    phase_seconds: dict[str, float]
     """Phase -> seconds; ``all`` is the total."""
     peak_memory: int
     """The peak of the anonymous memory in bytes, sampled up to 50 times per second; 0 if the system does not
@@ -297,7 +297,7 @@ def cold_start(config: PipelineConfig) -> ColdStart:
     """Start a new process that loads a model and generates a token. Return its timings.
 
     Raises:
-        PenstockError: the process failed. The message has its last line of output.
+        PenstockError: the process failed. The message has the last line of the process's standard error.
     """
     with TemporaryFile() as stdin, TemporaryFile() as stdout, TemporaryFile() as stderr:
         stdin.write(pickle.dumps(config))
@@ -313,11 +313,11 @@ def cold_start(config: PipelineConfig) -> ColdStart:
             lines = stderr.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
             raise PenstockError(f"a new process failed: {lines[-1]}")
         phases: dict[str, float] = json.loads(stdout.read())
-    end = phases.pop("ended")
+    end = phases.pop("end_time")
     seconds = {
-        "imports": phases["began"] - start + phases["imports"],
-        "model": phases["model"],
-        "first token": phases["first"],
+        "imports": phases["start_time"] - start + phases["import_seconds"],
+        "model": phases["load_seconds"],
+        "first token": phases["first_token_seconds"],
         "all": end - start,
     }
     return ColdStart(seconds, peak_memory)

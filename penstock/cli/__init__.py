@@ -37,11 +37,11 @@ _COMMANDS = {
     "quantize": "Write a quantized checkpoint.",
     "env": "Show versions, processor, devices and kernels.",
 }
-"""Name of a command -> short help. The function ``command`` of the module with this name implements it.
-Module names have ``_`` instead of ``-``."""
+"""Name of a command -> short help. The function ``command`` of the module of the same name implements the
+command. Module names have ``_`` instead of ``-``."""
 
 
-_MAX_MESSAGE = 2000  # characters
+_MAX_MESSAGE_LENGTH = 2000  # characters
 
 
 class _Commands(click.Group):
@@ -118,8 +118,8 @@ def main() -> NoReturn:
 def _fail(message: str) -> NoReturn:
     """Print an error message as one line and exit with status 2. The middle of a long message is left out."""
     line = " ".join(message.split())
-    if len(line) > _MAX_MESSAGE:
-        line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
+    if len(line) > _MAX_MESSAGE_LENGTH:
+        line = f"{line[: _MAX_MESSAGE_LENGTH // 2]} ... {line[-_MAX_MESSAGE_LENGTH // 2 :]}"
     line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     click.echo(f"penstock: error: {line}", err=True)
     sys.exit(2)
@@ -129,7 +129,7 @@ def _os_error_message(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"
-        sys.stdout = None  # a flush of its buffer at exit would fail again
+        sys.stdout = None  # Python flushes sys.stdout at exit, which would fail again
     return f"{where}: {error.strerror}" if where is not None else str(error)
 
 
@@ -143,6 +143,6 @@ def _drop_broken_stderr() -> None:
 
 
 def _flush() -> None:
-    """Flush standard output while an error can still be reported."""
+    """Flush standard output before the exit, so that `_Commands.main` can report an error."""
     if sys.stdout is not None:
         sys.stdout.flush()

@@ -112,19 +112,19 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     services = build_services(config, pipeline_config, worker, tokenizer)
     lines = partial(read_lines, requests, *services.json_limits)
     ids_with_results = finished_ids(output)
-    num_left = check_unique(remaining_lines(lines(), ids_with_results))
+    num_remaining = check_unique(remaining_lines(lines(), ids_with_results))
     if ids_with_results:
         click.echo(
-            f"penstock: {len(ids_with_results)} lines have results, {num_left} lines are left", err=True
+            f"penstock: {len(ids_with_results)} lines have results, {num_remaining} lines are left", err=True
         )
     counts = {"succeeded": 0, "failed": 0, "tokens": 0}
     try:
-        if num_left:
+        if num_remaining:
             await worker.start()
             tokenizer.max_length = worker.info.max_length
             services.gate.open()
             begin = time.perf_counter()
-            with output.open("ab") as file, GenerationProgress(num_left) as progress:
+            with output.open("ab") as file, GenerationProgress(num_remaining) as progress:
 
                 def write_result(line: bytes, has_succeeded: bool, num_tokens: int) -> None:
                     file.write(line + b"\n")

@@ -45,7 +45,7 @@ class _ServeOptions(TypedDict):
     plot_path: Path | None
 
 
-_ROUND_TRIPS = 50
+_NUM_ROUND_TRIPS = 50
 """Number of small requests between warm-up and measurement, for the round-trip time of the idle server."""
 
 
@@ -135,14 +135,14 @@ command.add_command(run)
 def serve(**options: Unpack[_ServeOptions]) -> int:
     """Benchmark an OpenAI-compatible server: throughput and latencies under load.
 
-    The exit status is 0 if all requests succeeded, 1 if one failed, and 130 after Ctrl-C. After Ctrl-C the
-    figures of all requests sent so far are printed and written.
+    The exit status is 0 if all requests succeeded, 1 if a request failed, and 130 after Ctrl-C. After Ctrl-C
+    the figures of all requests sent so far are printed and written.
     """
     if options["plot_path"] is not None:
         check_plot()
     for path in (options["json_path"], options["plot_path"]):
         if path is not None:
-            path.touch()  # fails before the measurement if it cannot be written
+            path.touch()  # raises before the measurement if the file cannot be written
     return asyncio.run(_serve(options))
 
 
@@ -187,7 +187,7 @@ async def _measure(client: HttpClient, options: _ServeOptions) -> int:
             raise InputError(
                 f"every warm-up request failed: {failed_outcomes[0].error}: {failed_outcomes[0].detail}"
             )
-    idle_round_trips = await round_trips(client, "/v1/models", _ROUND_TRIPS)
+    idle_round_trips = await round_trips(client, "/v1/models", _NUM_ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
     )

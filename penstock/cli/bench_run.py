@@ -105,7 +105,7 @@ def command(
         check_plot()
     for path in (json_path, plot_path):
         if path is not None:
-            path.touch()  # fails before the measurement if it cannot be written
+            path.touch()  # raises before the measurement if the file cannot be written
     from penstock.bench.workloads import Sizes
 
     sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)
@@ -115,8 +115,8 @@ def command(
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
         figures, kernels, graph_status = _run_workloads(config, sizes, chosen_workloads)
-    model = (shape or config.model.model_path, config.model.encoding)
-    _report(figures, model, kernels, graph_status, sizes, json_path, plot_path)
+    model_and_encoding = (shape or config.model.model_path, config.model.encoding)
+    _report(figures, model_and_encoding, kernels, graph_status, sizes, json_path, plot_path)
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
@@ -142,7 +142,7 @@ def _run_workloads(
 
 def _report(
     figures: list[Figure],
-    model: tuple[str, str],  # (model, encoding)
+    model_and_encoding: tuple[str, str],
     kernels: str,
     graph_status: str,
     sizes: Sizes,
@@ -156,12 +156,12 @@ def _report(
 
     environment = describe_environment()
     machine = f"{environment.threads} threads, {environment.processor}"
-    title = f"{', '.join(model)}, kernels {kernels}, {machine}; decoding {graph_status}"
+    title = f"{', '.join(model_and_encoding)}, kernels {kernels}, {machine}; decoding {graph_status}"
     print_figures(figures, title, Console())
     if json_path is not None:
         report = {
-            "model": model[0],
-            "encoding": model[1],
+            "model": model_and_encoding[0],
+            "encoding": model_and_encoding[1],
             "kernels": kernels,
             "decoding": graph_status,
             "sizes": asdict(sizes),

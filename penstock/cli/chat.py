@@ -18,7 +18,7 @@ from penstock.cli.options import config_from_flags, config_options, print_settin
 from penstock.errors import PenstockError
 
 DEFAULT_MAX_TOKENS = 1024
-_MAX_HISTORY = 1000
+_MAX_HISTORY_LINES = 1000
 """Maximum number of lines in the file with the input history."""
 
 sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
@@ -170,6 +170,6 @@ def _history() -> Iterator[None]:
     finally:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            readline.set_history_length(_MAX_HISTORY)
+            readline.set_history_length(_MAX_HISTORY_LINES)
             readline.write_history_file(path)
             path.chmod(0o600)

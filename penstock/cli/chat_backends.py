@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ChatMessages: TypeAlias = Sequence[Mapping[str, object]]
 
-_TIMEOUT = 600.0
+_TIMEOUT_SECONDS = 600.0
 """Seconds without data after which a request to the server fails."""
 
 
@@ -64,8 +64,8 @@ class LocalBackend:
         from penstock.serve.parsers import Content, Reasoning
 
         names = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-        known_settings: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
-        params = self._llm.config.default_sampling_params(**known_settings)
+        llm_settings: dict[str, Any] = {names.get(name, name): value for name, value in settings.items()}
+        params = self._llm.config.default_sampling_params(**llm_settings)
         with closing(self._llm.stream(sampling_params=params, messages=messages)) as stream:
             in_reasoning = self._parsers.prompt_opens_reasoning(stream.prompt)
             parser = self._parsers.new(in_reasoning=in_reasoning)
@@ -82,7 +82,7 @@ class ServerBackend:
     """Requests answers from a server with the OpenAI API.
 
     Args:
-        url: its address, with or without ``/v1``.
+        url: the address of the server, with or without ``/v1``.
         model: the name of the model; None selects the first model that the server lists.
         api_key: the API key, if the server needs one.
 
@@ -150,7 +150,7 @@ class ServerBackend:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
-            response: HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT)
+            response: HTTPResponse = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
             with error:
                 raise RequestFailedError(

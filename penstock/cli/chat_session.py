@@ -69,7 +69,7 @@ class ChatSession:
 
         Raises:
             InputError: the command is unknown, has wrong arguments or fails.
-            PenstockError: the question cannot be answered; it is removed from the conversation.
+            PenstockError: the question cannot be answered. The question is removed from the conversation.
         """
         if not line.startswith("/"):
             self.ask(line)
@@ -93,7 +93,7 @@ class ChatSession:
             case "undo":
                 self._undo()
             case "retry":
-                self._ask(self._undo())
+                self._retry()
             case "save":
                 self.save(_file_path(argument))
             case "load":
@@ -103,7 +103,7 @@ class ChatSession:
         return True
 
     def ask(self, question: str) -> None:
-        """Print the answer to a question. Ctrl-C ends the answer; the printed part is kept."""
+        """Print the answer to a question. After Ctrl-C, the conversation has the part that was printed."""
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         text = {"type": "text", "text": question}
         self._ask({"role": "user", "content": [*parts, text] if parts else question})
@@ -136,7 +136,7 @@ class ChatSession:
         """Read a conversation from a file.
 
         Raises:
-            InputError: the file cannot be read, or is not a saved conversation; nothing changes.
+            InputError: the file cannot be read, or is not a saved conversation. The session does not change.
         """
         try:
             state = json.loads(path.read_text())
@@ -175,7 +175,7 @@ class ChatSession:
         end = time.perf_counter()
         first_piece_at = end if first_piece_at is None else first_piece_at
         line = f"first token after {(first_piece_at - begin) * 1000:.0f} ms{stop_note}"
-        if num_tokens is not None:  # a server reports it at the end of a complete answer
+        if num_tokens is not None:  # a server reports num_tokens only at the end of a complete answer
             speed = num_tokens / max(end - begin, 1e-9)
             line = f"{num_tokens} tokens, {speed:.1f} tokens/s, {line}"
         click.echo(click.style(line, dim=True), err=True)
@@ -218,6 +218,15 @@ class ChatSession:
             raise InputError(f"{path} is not an image: its suffix means {media_type}")
         self.images.append(f"data:{media_type};base64,{data}")
         click.echo(f"the next question has {len(self.images)} images", err=True)
+
+    def _retry(self) -> None:
+        """Replace the last answer. If the request fails, the old answer stays."""
+        messages = list(self.messages)
+        try:
+            self._ask(self._undo())
+        except PenstockError:
+            self.messages[:] = messages
+            raise
 
     def _undo(self) -> Mapping[str, object]:
         """Remove the last question and its answer. Return the question."""

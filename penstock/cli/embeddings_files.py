@@ -23,8 +23,8 @@ Row: TypeAlias = "npt.NDArray[np.floating] | dict[str, npt.NDArray[np.generic]]"
 """The output of one text: an array, or the two arrays of a sparse embedding."""
 
 FORMATS = ("npy", "jsonl", "parquet")
-FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vector", "sparse": "sparse"}
-"""Output kind -> its name in the file."""
+FIELD_NAMES = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vector", "sparse": "sparse"}
+"""Output kind -> the name of its field in the file."""
 
 
 def chosen_format(output: Path | None, requested_format: str | None) -> str:
@@ -73,7 +73,7 @@ def write_outputs(
             np.save(file, np.stack(cast("Sequence[npt.NDArray[np.floating]]", rows)))
         elif file_format == "jsonl":
             for index, row in enumerate(rows):
-                line = json.dumps({"index": index, FIELDS[kind]: _as_lists(row)}, ensure_ascii=False)
+                line = json.dumps({"index": index, FIELD_NAMES[kind]: _as_lists(row)}, ensure_ascii=False)
                 file.write(line.encode() + b"\n")
         else:
             _write_parquet(file, kind, texts, rows)
@@ -99,7 +99,9 @@ def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Seque
         "sparse": pyarrow.struct([("token_ids", pyarrow.list_(pyarrow.int32())), ("weights", floats)]),
     }
     values = pyarrow.array([_as_lists(row) for row in rows], type=types.get(kind, floats))
-    table = pyarrow.table({"text": pyarrow.array(list(texts), type=pyarrow.string()), FIELDS[kind]: values})
+    table = pyarrow.table(
+        {"text": pyarrow.array(list(texts), type=pyarrow.string()), FIELD_NAMES[kind]: values}
+    )
     from pyarrow import parquet
 
     parquet.write_table(table, file)

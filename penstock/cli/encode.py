@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from penstock.cli.embeddings_files import FIELDS, FORMATS, check_format, chosen_format, write_outputs
+from penstock.cli.embeddings_files import FIELD_NAMES, FORMATS, check_format, chosen_format, write_outputs
 from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.cli.texts import check_embeddings_model, read_texts
@@ -37,11 +37,11 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
     "--format",
     "file_format",
     type=click.Choice(FORMATS),
-    help="The format of the output; by default that of the suffix of --output, else jsonl.",
+    help="The format of the output; by default the suffix of --output, else jsonl.",
 )
 @click.option(
     "--output-kind",
-    type=click.Choice([*FIELDS]),
+    type=click.Choice([*FIELD_NAMES]),
     help="Output to compute; by default the model's default output.",
 )
 @click.option("--prompt-name", metavar="NAME", help="Place this prompt of the checkpoint before each text.")
@@ -50,7 +50,7 @@ POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"
 @click.option(
     "--dimensions",
     type=click.IntRange(min=1),
-    help="Keep this many leading dimensions of the embeddings; the model must be trained for it.",
+    help="Keep this many leading dimensions of the embeddings; needs a Matryoshka embeddings model.",
 )
 @click.option(
     "--normalize/--no-normalize",
@@ -92,12 +92,12 @@ def command(
 
     with LLM.from_config(config) as llm:
         load_seconds = time.perf_counter() - start
-        kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
-        check_format(output_format, kind)
+        computed_kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
+        check_format(output_format, computed_kind)
         begin = time.perf_counter()
         responses = llm.encode(
             inputs,
-            outputs=(kind,),
+            outputs=(computed_kind,),
             prompt_name=prompt_name,
             prompt=prompt,
             pooling=pooling,
@@ -106,7 +106,7 @@ def command(
             truncate=truncate,
         )
         seconds = time.perf_counter() - begin
-    write_outputs(output, output_format, kind, inputs, responses)
+    write_outputs(output, output_format, computed_kind, inputs, responses)
     click.echo(f"penstock: {summary(responses, load_seconds, seconds)}", err=True)
 
 

@@ -31,7 +31,7 @@ _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class DeviceReport:
     """The memory and the kernels of one device; sizes in bytes."""
 
     device: str
@@ -40,7 +40,7 @@ class DeviceMemory:
     kernels: dict[str, str]
     """Operation -> the back end that computes it on this device."""
     compiled_steps: str
-    """Which steps run as compiled steps on this device: ``of up to 128 rows``, for example, or ``none``."""
+    """The steps that are compiled on this device, for example ``of up to 128 rows`` (tokens), or ``none``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Environment:
     torch_cpu_capability: str
     backends: list[BackendInfo]
     """All kernel back ends, the preferred one first."""
-    devices: list[DeviceMemory]
+    devices: list[DeviceReport]
     threads: int
     numa_nodes: dict[str, str]
     """NUMA node -> its processors."""
@@ -103,7 +103,7 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
     for device in all_devices:
         session = InferenceSession([device])
         kernels, compiled = session.ops.implementations(), session.compiled_steps
-        devices.append(DeviceMemory(str(device), **device.stats, kernels=kernels, compiled_steps=compiled))
+        devices.append(DeviceReport(str(device), **device.stats, kernels=kernels, compiled_steps=compiled))
     return Environment(
         versions=_versions(),
         python=platform.python_version(),
@@ -114,7 +114,7 @@ def describe_environment(num_workers: int = 1, num_ranks: int = 1) -> Environmen
         isa=cpu.isa(),
         torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
         backends=[
-            BackendInfo(backend.name, sorted(backend.sizes), bool(backend.variants()))
+            BackendInfo(backend.name, sorted(backend.default_sizes), bool(backend.variants()))
             for backend in BACKENDS.backends
         ],
         devices=devices,

@@ -74,7 +74,7 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     "--n",
     type=click.IntRange(min=1),
     default=1,
-    help="The number of outputs. They are printed when all of them have ended.",
+    help="The number of outputs. Several outputs are printed together at the end.",
 )
 @click.option(
     "--num-beams",
@@ -94,7 +94,11 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     "Needs --json.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-@click.option("--verbose", is_flag=True, help="Print the memory plan on standard error.")
+@click.option(
+    "--verbose",
+    is_flag=True,
+    help="Print the memory plan, and the counts of speculation, on standard error.",
+)
 @config_options
 def command(
     prompt: str | None,
@@ -135,11 +139,11 @@ def command(
         raise click.UsageError("--system needs --chat")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: text output cannot show them")
-    options_without_beams = (
+    options_excluded_by_beams = (
         *(temperature, top_k, top_p, min_p, seed, stop or None, chat or None, image or None),
         *(json_schema, logprobs),
     )
-    if num_beams is not None and any(value is not None for value in options_without_beams):
+    if num_beams is not None and any(value is not None for value in options_excluded_by_beams):
         raise click.UsageError("--num-beams can only be combined with --n, --max-new-tokens and --ignore-eos")
     _check_utf8("--system", system or "")
     _check_utf8("--stop", "".join(stop))
@@ -238,10 +242,10 @@ def _check_model(name: object) -> None:
 
 
 def _check_task(config: PipelineConfig) -> None:
-    """Check before the load that the task of the model, if it was not set, is not embeddings.
+    """Check before the load that an automatically chosen task is not embeddings generation.
 
     Raises:
-        InputError: the task is embeddings.
+        InputError: the setting ``task`` is ``auto``, and the model is an embeddings model.
     """
     from penstock.pipelines.core import PipelineTask
 

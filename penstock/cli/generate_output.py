@@ -84,15 +84,15 @@ def print_outputs(
 def print_stream(llm: LLM, stream: TextStream, load_seconds: float, *, as_json: bool) -> None:
     """Print the output of a stream: text as it is generated, or one JSON object at the end."""
     with closing(stream):
-        timings = _run(stream, load_seconds, silent=as_json)
+        timings = _print_pieces(stream, load_seconds, silent=as_json)
         output = stream.output
     if as_json:
-        click.echo(json.dumps(_as_json(output, timings) | speculation_counts(llm), ensure_ascii=False))
+        click.echo(json.dumps(_stream_report(output, timings) | speculation_counts(llm), ensure_ascii=False))
     else:
         click.echo(f"penstock: {timings.summary(output.num_generated_tokens)}", err=True)
 
 
-def _run(stream: TextStream, load_seconds: float, *, silent: bool) -> Timings:
+def _print_pieces(stream: TextStream, load_seconds: float, *, silent: bool) -> Timings:
     """Print the text as it is generated, unless ``silent``, and return the timings."""
     start = time.perf_counter()
     first_piece_at, num_first_tokens = None, 1
@@ -108,7 +108,7 @@ def _run(stream: TextStream, load_seconds: float, *, silent: bool) -> Timings:
     return Timings(load_seconds, first_piece_at - start, end - first_piece_at, num_first_tokens)
 
 
-def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, object]:
+def _stream_report(output: GenerationOutput, timings: Timings) -> dict[str, object]:
     num_generated = output.num_generated_tokens
     return {
         **_output_as_json(output),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SETTING_SEPARATOR = re.compile(r",(?=[a-z][a-z0-9_-]*=)")
 _MEMORY = "memory"
-_RESERVE = 512 << 20  # bytes per worker, in addition to 1.5 times the weights
+_RESERVED_BYTES_PER_WORKER = 512 << 20  # bytes per worker, in addition to 1.5 times the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ModelFlag:
     path: str | None
     """None if the environment, the configuration file or the default sets the model."""
     settings: Mapping[str, str]
-    """Flat name -> text of the settings in this flag, which override the common flags."""
+    """Flat name of a setting -> its text in this flag. These settings override the common flags."""
     memory: int | None = None
     """Bytes that the model may use; None if the flag does not set them."""
 
@@ -57,13 +57,13 @@ def parse_model(text: str) -> ModelFlag:
     memory_text = settings.pop(_MEMORY, None)
     if memory_text is None:
         return ModelFlag(path, settings)
-    size = read_size(memory_text)
-    if isinstance(size, str):
-        size = int(size) if size.isdecimal() else 0
-    if not NUM_BYTES.is_allowed(size):
+    memory_bytes = read_size(memory_text)
+    if isinstance(memory_bytes, str):
+        memory_bytes = int(memory_bytes) if memory_bytes.isdecimal() else 0
+    if not NUM_BYTES.is_allowed(memory_bytes):
         allowed = NUM_BYTES.allowed_values
         raise ConfigError(_MEMORY, f"must be {allowed}, was {memory_text!r} (in --model {text!r})")
-    return ModelFlag(path, settings, size)
+    return ModelFlag(path, settings, memory_bytes)
 
 
 def model_configs(
@@ -121,11 +121,14 @@ def served_models(
     config: ServeConfig,
     listener: CacheListener | None,
 ) -> list[ServedModel]:
-    """Return the models of a server, downloaded if needed. All engines except the first are asleep."""
+    """Return the models of a server. All engines except the first are asleep.
+
+    A flag without ``memory`` downloads its model if needed, because the estimate needs the weights' sizes.
+    """
     from penstock.assembly import load_serving_tokenizer
     from penstock.serve.models.registry import ServedModel
 
-    sizes = [
+    memory_sizes = [
         flag.memory or estimate_memory(model_config)
         for flag, model_config in zip(models, configs, strict=True)
     ]
@@ -136,7 +139,7 @@ def served_models(
             load_tokenizer=partial(load_serving_tokenizer, model_config),
             memory=size,
         )
-        for number, (model_config, size) in enumerate(zip(configs, sizes, strict=True))
+        for number, (model_config, size) in enumerate(zip(configs, memory_sizes, strict=True))
     ]
 
 
@@ -146,13 +149,13 @@ def estimate_memory(config: PipelineConfig) -> int:
     Each worker may use 1.5 times the size of the weights plus 512 MiB.
     """
     size = sum(header.num_bytes for header in config.model.tensor_headers.values())
-    return config.data_parallel_size * (size + size // 2 + _RESERVE)
+    return config.data_parallel_size * (size + size // 2 + _RESERVED_BYTES_PER_WORKER)
 
 
 def memory_budget(config: ServeConfig, pipeline_config: PipelineConfig) -> int:
     """Return the bytes that all loaded models may use together.
 
-    The value is ``--model-memory``, or by default ``--device-memory-utilization`` of the free memory.
+    The value is ``--model-memory``, or by default ``--device-memory-utilization`` of the free host memory.
     """
     from penstock.driver import CPU
 

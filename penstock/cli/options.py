@@ -34,7 +34,7 @@ _GROUPS = {
 }
 """Section of `PipelineConfig` -> the heading of its flags in ``--help``."""
 
-_LIMITS = re.compile(r"max_.*|.*_(timeout|limit|ping|grace|alive)")
+_LIMIT_NAMES = re.compile(r"max_.*|.*_(timeout|limit|ping|grace|alive)")
 _SERVE_GROUPS = {
     "Server": ("host", "port", "playground"),
     "Access": ("api_key", "cors_origins", "allowed_hosts"),
@@ -159,7 +159,7 @@ def _serve_group(field: ConfigField) -> str:
     for group, names in _SERVE_GROUPS.items():
         if field.name in names:
             return group
-    return "Limits and time-outs" if _LIMITS.fullmatch(field.name) else "Requests and answers"
+    return "Limits and time-outs" if _LIMIT_NAMES.fullmatch(field.name) else "Requests and answers"
 
 
 def _with_options(

@@ -36,15 +36,15 @@ def command(model: str, revision: str, gguf_file: str | None, codec: bool, as_js
         path = resolve_checkpoint(model, revision, gguf_file, resumes=True)
     folder = path if path.is_dir() else path.parent
     files = [file for file in folder.rglob("*") if file.is_file()]
-    size = sum(os.stat(file).st_size for file in files)
+    num_bytes = sum(os.stat(file).st_size for file in files)
     if as_json:
         report = {
             "model": model,
             "path": str(path),
             "revision": cached_revision(path),
             "num_files": len(files),
-            "num_bytes": size,
+            "num_bytes": num_bytes,
         }
         click.echo(json.dumps(report, ensure_ascii=False))
         return
-    click.echo(f"{model}: {file_size(size)} in {len(files)} files, {path}")
+    click.echo(f"{model}: {file_size(num_bytes)} in {len(files)} files, {path}")

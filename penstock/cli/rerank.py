@@ -38,7 +38,7 @@ def command(
     """Print documents by descending score for a query.
 
     A cross-encoder scores each pair of query and document. For an embedder the score is the similarity of the
-    two embeddings. They are computed with the checkpoint's prompts for queries and documents.
+    two embeddings. The embeddings are computed with the checkpoint's prompts for queries and documents.
     """
     start = time.perf_counter()
     config = config_from_flags(flags)

@@ -29,7 +29,7 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
 
     Checks that the architecture is known and supports the encoding, that the files are complete and contain
     exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights. The
-    file that it writes is used until the checkpoint changes.
+    file that --pack writes is used until the checkpoint changes.
     """
     config = config_from_flags(flags)
     if print_config:

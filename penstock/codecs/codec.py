@@ -91,7 +91,7 @@ class AudioCodec(ABC):
         Raises:
             InputError: frames have another shape, or a code is out of range.
         """
-        return self.decode_chunks([CodecChunk(frame) for frame in frames])
+        return self.decode_chunks([CodecChunk(stream) for stream in frames])
 
     @abstractmethod
     def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
@@ -99,10 +99,10 @@ class AudioCodec(ABC):
 
         Returns:
             The samples of each chunk, ``[n * samples_per_frame]`` float32, without the samples of its
-            context. They do not depend on the other chunks of the call.
+            context. The samples do not depend on the other chunks of the call.
 
         Raises:
-            InputError: frames have another shape, or a code is out of range.
+            InputError: frames have another shape, a code is out of range, or a chunk lacks context.
         """
 
     @abstractmethod
@@ -111,6 +111,7 @@ class AudioCodec(ABC):
 
         Raises:
             UnsupportedFeatureError: the checkpoint has no encoder.
+            InputError: the samples have another shape or type.
         """
 
     def check_chunk(self, chunk: CodecChunk) -> None:

@@ -41,7 +41,7 @@ class RaggedRows:
         return torch.split(self.rows, self.lengths)
 
     def slice(self, ranges: Sequence[tuple[int, int]]) -> RaggedRows:
-        """Return a batch that contains the rows ``begin`` to ``end - 1`` of each sequence."""
+        """Return a batch with the rows ``begin`` to ``end - 1`` of each sequence, by its ``(begin, end)``."""
         row_slices = [rows[begin:end] for rows, (begin, end) in zip(self.split(), ranges, strict=True)]
         rows = row_slices[0] if len(row_slices) == 1 else torch.cat(row_slices)
         return RaggedRows(rows, [len(row_slice) for row_slice in row_slices])
@@ -52,7 +52,7 @@ class Snake:
     """The snake activation ``x + sin(alpha * x)**2 * beta`` (arXiv:2006.08195)."""
 
     alpha: Tensor  # [C]
-    beta: Tensor  # [C]: 1 / (alpha + SNAKE_EPS)
+    beta: Tensor  # [C]; 1 / (alpha + SNAKE_EPS) in checkpoints without a separate parameter
 
     def __call__(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.snake(x, self.alpha, self.beta)
@@ -105,12 +105,12 @@ class CodecLoader:
 
     def weight(self, layer: str, *shape: int) -> Tensor:
         """Return the weight of a layer. Weight normalization (arXiv:1602.07868) is applied."""
-        norm = (shape[0], *[1] * (len(shape) - 1))
-        for scale, direction in _WEIGHT_NORM_NAMES:
-            if f"{layer}.{scale}" in self.weights:
+        magnitude_shape = (shape[0], *[1] * (len(shape) - 1))
+        for magnitude, direction in _WEIGHT_NORM_NAMES:
+            if f"{layer}.{magnitude}" in self.weights:
                 v = self.tensor(f"{layer}.{direction}", *shape)
-                length: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1).view(norm)
-                return self.tensor(f"{layer}.{scale}", *norm) * v / length
+                length: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1).view(magnitude_shape)
+                return self.tensor(f"{layer}.{magnitude}", *magnitude_shape) * v / length
         return self.tensor(f"{layer}.weight", *shape)
 
     def norm(self, layer: str, size: int) -> tuple[Tensor, Tensor]:

@@ -56,6 +56,8 @@ class SupportedCodec:
 
         Raises:
             ConfigError: the codec does not support the encoding.
+            CheckpointError: ``config.json`` is invalid, or a tensor is missing or misshapen.
+            UnsupportedFeatureError: the checkpoint has parts that are not implemented.
         """
         encoding = encoding or self.encodings[0]
         if encoding not in self.encodings:
@@ -136,6 +138,7 @@ def load_codec(
         CheckpointNotFoundError: there is no such folder, and no such model on the hub.
         CheckpointError: the folder is not a checkpoint of a known codec, or cannot be read.
         ConfigError: the codec does not support the encoding.
+        UnsupportedFeatureError: the checkpoint has parts that are not implemented.
     """
     folder = resolve_codec(str(path))
     config = read_json_object(folder / "config.json")

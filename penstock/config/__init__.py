@@ -42,7 +42,7 @@ __all__ = [
 
 
 def upper_bounded_default(upper_bound: int, default: int | None) -> int:
-    """Return ``default``, or ``upper_bound`` if it is None. Used for the maximum length of a model.
+    """Return ``default``, the configured maximum length of a model, or ``upper_bound`` if it is None.
 
     Raises:
         ConfigError: ``default`` exceeds ``upper_bound``.

@@ -13,7 +13,7 @@ from penstock.errors import CheckpointError
 from penstock.pipelines.core import SamplingParams
 
 OPENAI_DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-"""Defaults of the OpenAI API. They sample from all tokens."""
+"""Sampling defaults of the OpenAI API: temperature 1, and neither top_p nor top_k excludes a token."""
 
 _SAMPLING_KEYS: Mapping[str, type[float] | type[int]] = {
     "temperature": float,
@@ -70,7 +70,7 @@ def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dic
 
 
 def _checked_value(key: str, value: object, value_type: type[float] | type[int], path: Path) -> float:
-    """Return the value converted to its type, checked by `SamplingParams`.
+    """Return ``value`` converted to ``value_type``, after a check of its range by `SamplingParams`.
 
     Raises:
         CheckpointError: the value is invalid. The error names the file, because the value does not come from

@@ -20,10 +20,12 @@ _KEY_SYNONYMS = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # new and old 
 class HuggingFaceConfig(Mapping[str, object]):
     """The values of a ``config.json``, as a mapping, as attributes, and through typed accessors.
 
-    Nested objects (``text_config``, ``rope_scaling``) are instances of this class as well. ``dtype`` and
-    ``torch_dtype`` are synonyms. All other keys and values are unchanged. Reading a missing
-    key raises a `CheckpointError` with the name of the key. The error is also an `AttributeError` or
-    `KeyError`, so ``getattr`` with a default, ``get`` and ``in`` work.
+    Nested objects (``text_config``, ``rope_scaling``) are instances of this class as well. If the file has
+    only one of the keys ``dtype`` and ``torch_dtype``, its value is read under both keys.
+
+    Reading a missing key raises a `CheckpointError` with the name of the key. For attribute access this error
+    is also an `AttributeError`, and for ``config[key]`` a `KeyError`, so ``getattr`` with a default, ``get``
+    and ``in`` work.
 
     The typed accessors (`integer`, `number`, `flag`, `text`, `section` and so on) check the type of a
     value. Model code uses them instead of plain access.
@@ -44,7 +46,8 @@ class HuggingFaceConfig(Mapping[str, object]):
         """Read the ``config.json`` of a checkpoint folder, or the equivalent keys of a GGUF file.
 
         Raises:
-            CheckpointError: the file is missing or is not a JSON object, or the GGUF file is damaged.
+            CheckpointError: ``config.json`` is missing or is not a JSON object, or the GGUF file is damaged
+                or not supported.
         """
         if is_gguf(checkpoint):
             return cls(gguf_config(checkpoint), str(checkpoint))
@@ -182,8 +185,9 @@ class HuggingFaceConfig(Mapping[str, object]):
 
     @property
     def vocabulary_size(self) -> int:
-        """The vocabulary size of the text model, in tokens; 0 if the file does not contain it."""
-        return (self.section("text_config") or self).integer("vocab_size", default=0)
+        """Number of tokens in the text model's vocabulary, its ``vocab_size``; 0 if the key is missing."""
+        size = self.section("text_config").integer("vocab_size", default=0)
+        return size or self.integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle read attributes before __init__ has set them.

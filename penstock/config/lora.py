@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
 
 
-def _split(text: str) -> tuple[str, ...]:
+def _split_at_commas(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _names_and_paths(value: Iterable[str]) -> list[tuple[str, str]]:
-    return [(name.strip(), path.strip()) for name, _, path in (entry.partition("=") for entry in value)]
+def _names_and_paths(entries: Iterable[str]) -> list[tuple[str, str]]:
+    """Split each ``name=path`` into name and path. The path of an entry without ``=`` is empty."""
+    return [(name.strip(), path.strip()) for name, _, path in (entry.partition("=") for entry in entries)]
 
 
 def _are_valid_adapters(value: object) -> bool:
@@ -38,8 +39,9 @@ class LoRAConfig:
         (),
         Rule("name=path, each name once", _are_valid_adapters),
         "LoRA adapter to load at start-up, as name=path of a PEFT directory. For several adapters, repeat "
-        "the flag, or separate them by commas in a variable or file. Requests select an adapter by its name.",
-        parse=_split,
+        "the flag; in an environment variable or a configuration file, commas separate adapters. Requests "
+        "select an adapter by its name.",
+        parse=_split_at_commas,
     )
     enable_lora: bool = setting(
         False, FLAG, "Reserve memory for LoRA adapters, and let a running server load and unload them."
@@ -62,27 +64,27 @@ class LoRAConfig:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether adapters are enabled."""
+        """Whether the settings enable LoRA: ``enable_lora`` is set, or ``lora`` lists an adapter."""
         return self.enable_lora or bool(self.lora)
 
-    def with_checkpoint_adapters(self, count: int, rank: int) -> LoRAConfig:
-        """Return a configuration whose limits also allow ``count`` adapters of the checkpoint.
+    def with_checkpoint_adapters(self, num_adapters: int, max_rank: int) -> LoRAConfig:
+        """Return a configuration whose limits also allow the adapters that the checkpoint contains.
 
         Args:
-            count: number of adapters in the checkpoint. All of them can run at once.
-            rank: the largest rank of these adapters.
+            num_adapters: number of adapters in the checkpoint. A batch may use all of them.
+            max_rank: the largest rank of the adapters in the checkpoint.
         """
-        if not count:
+        if not num_adapters:
             return self
         user_limits = (
             self if self.is_enabled else LoRAConfig(max_loras=1, max_loaded_loras=1, max_lora_rank=1)
         )
-        num_additional = count if self.is_enabled else count - 1
+        num_additional = num_adapters if self.is_enabled else num_adapters - 1
         return replace(
             self,
             max_loras=user_limits.max_loras + num_additional,
             max_loaded_loras=user_limits.max_loaded_loras + num_additional,
-            max_lora_rank=max(user_limits.max_lora_rank, rank),
+            max_lora_rank=max(user_limits.max_lora_rank, max_rank),
         )
 
     @property

@@ -39,21 +39,21 @@ def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
     Raises:
         ConfigError: the text has another form, or names a device twice.
     """
-    kind, colon, numbers = text.strip().partition(":")
-    ids = numbers.split(",") if colon else ["0"]
-    are_indices = all(number.isdecimal() for number in ids)
-    if not (kind == "gpu" and are_indices) and not (kind == "cpu" and not colon):
+    device_type, colon, index_list = text.strip().partition(":")
+    indices = index_list.split(",") if colon else ["0"]
+    are_integers = all(index.isdecimal() for index in indices)
+    if not (device_type == "gpu" and are_integers) and not (device_type == "cpu" and not colon):
         raise ConfigError("devices", f"must be {_DEVICES.allowed_values}, was {text!r}")
-    if len({int(number) for number in ids}) < len(ids):
+    if len({int(index) for index in indices}) < len(indices):
         raise ConfigError("devices", f"{text!r} names a device twice")
-    return tuple(DeviceSpec(int(number), kind) for number in ids)
+    return tuple(DeviceSpec(int(index), device_type) for index in indices)
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Parse a list of integers such as ``64,128,256``.
+    """Parse a list of integers such as ``64,128,256``. Empty items are ignored.
 
     Raises:
-        ConfigError: a part is not a whole number.
+        ConfigError: an item is not a whole number.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
@@ -77,13 +77,18 @@ _DEVICES = Rule(
 
 
 def _is_encoding(name: str) -> bool:
+    """Return True.
+
+    Raises:
+        ConfigError: no encoding has this name. The error of `encoding_named` says more than that of a `Rule`.
+    """
     encoding_named(name)
     return True
 
 
 @cache
 def _warn_encoding_fallback(encoding: str, requested_encoding: str, device: str) -> None:
-    """Log that another encoding is used. The cache of this function drops repeated warnings."""
+    """Log that ``encoding`` replaces ``requested_encoding``. The function's cache drops repeated warnings."""
     logging.getLogger(__name__).warning(
         "%s weights run in %s on %s, which does not support %s: use --quantization-encoding float32 for full "
         "precision in twice the memory",
@@ -153,7 +158,7 @@ class ModelConfig:
             f"one of {', '.join(TASK_OPTIONS)}",
             lambda value: value in TASK_OPTIONS,
             TASK_OPTIONS,
-            read=lambda text: text.replace("_", "-"),
+            convert_text=lambda text: text.replace("_", "-"),
         ),
         "Task of the model. auto detects it from modules.json and 1_Pooling, then from architectures in "
         "config.json, from speech_config.json and from speech tokens in the vocabulary.",
@@ -200,9 +205,10 @@ class ModelConfig:
 
     @property
     def trained_dimensions(self) -> tuple[int, ...] | None:
-        """The lengths to which a dense embedding may be cut, besides its full length; None allows any.
+        """The lengths to which a dense embedding may be cut, besides its full length; None allows any length.
 
-        They are ``matryoshka_dimensions``, or else the lengths in ``config.json``.
+        The setting ``matryoshka_dimensions`` overrides the list of the same name in ``config.json``. If there
+        is neither, the result is None for ``"is_matryoshka": true`` in ``config.json``, otherwise empty.
 
         Raises:
             CheckpointError: ``config.json`` is missing or malformed.
@@ -279,7 +285,7 @@ class ModelConfig:
     def keeps_stored_layers(self) -> bool:
         """Whether each layer keeps the encoding or the float type in which the checkpoint stores it.
 
-        True for quantized checkpoints unless ``quantization_encoding`` is set.
+        True for formats of quantized checkpoints (GPTQ, GGUF, ...) unless ``quantization_encoding`` is set.
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.
@@ -335,11 +341,12 @@ class ModelConfig:
         )
 
     def _stored_type(self) -> str:
+        """Return the dtype that ``config.json`` declares, or the type of the largest unquantized tensor."""
         config = self.huggingface_config
         declared_type = config.get("dtype") or config.section("text_config").get("dtype")
         if declared_type:
             return str(declared_type).removeprefix("torch.")
-        # The float tensors, not the quantized weights, determine the type of the activations.
+        # Unquantized tensors determine the type of the activations. uint8 tensors contain quantized weights.
         headers = [
             header
             for header in self.tensor_headers.values()

@@ -38,8 +38,8 @@ class ParallelConfig:
     collective_transport: str | None = setting(
         None,
         one_of("shared_memory", "torch"),
-        "How the processes of a divided model exchange tensors: shared_memory or torch (torch.distributed); "
-        "by default shared memory on a CPU.",
+        "How the processes of a divided model exchange tensors on a CPU: shared_memory (the default) or "
+        "torch (torch.distributed). On GPUs they use torch.",
     )
     pin_ranks: bool = setting(
         True,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """The KV cache.
+    """Block size, element type, memory and prefix caching of the KV cache.
 
     Raises:
         ConfigError: a field has an invalid value.
@@ -49,7 +49,7 @@ class KVCacheConfig:
         None,
         Rule("a power of two from 16 to 128", lambda value: value in (16, 32, 64, 128)),
         "Tokens per block of the KV cache; by default the preferred size of the kernels, 32 on a CPU.",
-        flat="kv_cache_block_size",
+        flat_name="kv_cache_block_size",
     )
     enable_prefix_caching: bool = setting(True, FLAG, "Reuse the KV blocks of common prompt prefixes.")
     device_memory_utilization: float = setting(
@@ -63,20 +63,20 @@ class KVCacheConfig:
         one_of("float32", "bfloat16", "float16", "int8", "fp8"),
         "Element type of the KV cache; by default the type of the activations. fp8 is E4M3 with the scales "
         "of the checkpoint, or else with one scale for each token and KV head.",
-        flat="kv_cache_dtype",
+        flat_name="kv_cache_dtype",
     )
     memory: int | None = setting(
         None,
         NUM_BYTES,
         "Size of the KV cache in bytes; by default planned from the free memory.",
-        flat="kv_cache_memory",
+        flat_name="kv_cache_memory",
     )
     offload_memory: int | None = setting(
         None,
         NUM_BYTES,
         "Host memory for KV blocks that are evicted from a GPU, in bytes; by default, evicted blocks are "
         "dropped.",
-        flat="kv_offload_memory",
+        flat_name="kv_offload_memory",
     )
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class KVCacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Defaults of sampling parameters.
+    """The source of default sampling parameters.
 
     Raises:
         ConfigError: a field has an invalid value.
@@ -176,10 +176,12 @@ class PipelineConfig:
             raise ConfigError("kv_offload_memory", "is not available with tensor_parallel_size above 1")
 
     def check_determinism(self) -> None:
-        """Check that the encoding supports ``deterministic``. Reads the checkpoint if no encoding is set.
+        """If ``deterministic`` is set, check that the encoding supports deterministic results.
+
+        This reads the checkpoint if ``quantization_encoding`` is None.
 
         Raises:
-            ConfigError: the encoding does not support it; the message lists the encodings that do.
+            ConfigError: the encoding does not support deterministic results; the message lists those that do.
         """
         if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
             known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
@@ -203,12 +205,14 @@ class PipelineConfig:
 
         Args:
             values: flat name -> value; also ``config_file``, a JSON or TOML file of flat names.
-            source: the source of ``values``, for messages and `describe`. With ``"flag"``, strings are
-                converted to the type of the field; otherwise types are strict.
+            source: the source of ``values``, for messages and `describe`. With ``"flag"``, all strings are
+                converted to the types of the fields. Otherwise only fields with their own text form, such as
+                sizes and lists, accept strings for values of another type.
             environment: environment variables; ``PENSTOCK_<FLAT_NAME>`` is read if it is not empty.
 
         Raises:
-            ConfigError: unknown name (the error suggests the nearest), wrong type, or invalid value.
+            ConfigError: a name is unknown (the error suggests the nearest), a value has a wrong type or is
+                invalid, two values contradict each other, or the file cannot be read.
         """
         return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
 
@@ -219,7 +223,7 @@ class PipelineConfig:
         Raises:
             ConfigError: a value is invalid, or two values contradict each other.
         """
-        given = {setting.name: given[setting.name] for setting in config_fields() if setting.name in given}
+        given = {field.name: given[field.name] for field in config_fields() if field.name in given}
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
         for config_field in config_fields():
             if config_field.name in given:
@@ -232,10 +236,9 @@ class PipelineConfig:
 
     def value_of(self, name: str) -> object:
         """Return the value of a setting by its flat name."""
-        setting = next(field for field in config_fields() if field.name == name)
-        value: object = getattr(
-            getattr(self, setting.section) if setting.section else self, setting.attribute
-        )
+        config_field = next(field for field in config_fields() if field.name == name)
+        section = getattr(self, config_field.section) if config_field.section else self
+        value: object = getattr(section, config_field.attribute)
         return value
 
     def describe(self) -> list[tuple[str, object, str]]:

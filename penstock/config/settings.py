@@ -1,6 +1,7 @@
 """Declarations of configuration fields: flat name, allowed values, default and help text.
 
-Command-line flags, configuration files, environment variables and documentation are derived from them.
+Command-line flags, configuration files, environment variables and documentation are derived from these
+declarations.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from penstock.plain_numbers import plain
 class Rule:
     """The allowed values of a field.
 
-    ``allowed_values`` describes these values for messages, and ``is_allowed`` checks a value. ``choices``
-    lists them if the rule has a fixed list of texts, else it is empty.
+    ``allowed_values`` describes the allowed values for messages, and ``is_allowed`` checks a value.
+    ``choices`` lists the allowed texts if the rule is a fixed list of texts, else it is empty.
     """
 
     allowed_values: str
     is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
-    read: Callable[[str], object] | None = None
+    convert_text: Callable[[str], object] | None = None
     """Converts text to a value. Text that it does not recognize is returned unchanged."""
 
 
@@ -45,8 +46,8 @@ class ConfigField:
     default: object
     help: str
     rule: Rule
-    parse: Callable[[str], object] | None
-    secret: bool = False
+    parse: Callable[[str], object] | None  # converts text, for types without a standard conversion
+    secret: bool = False  # whether the value is hidden in messages and in lists of settings
     aliases: tuple[str, ...] = ()
     """Other names of the field, in flags, keyword arguments, files and the environment."""
 
@@ -61,8 +62,8 @@ class ConfigField:
         Raises:
             ConfigError: the value has a wrong type or is invalid.
         """
-        if self.rule.read is not None and isinstance(value, str):
-            value = self.rule.read(value)
+        if self.rule.convert_text is not None and isinstance(value, str):
+            value = self.rule.convert_text(value)
         try:
             value = plain(value)
             if self.parse is not None:
@@ -89,7 +90,7 @@ def setting(
     rule: Rule,
     help: str,
     *,
-    flat: str | None = None,
+    flat_name: str | None = None,
     parse: Callable[[str], object] | None = None,
     secret: bool = False,
     aliases: tuple[str, ...] = (),
@@ -100,12 +101,12 @@ def setting(
         default: the default value.
         rule: the allowed values. None is also allowed if the type includes it.
         help: a short text for flags and documentation.
-        flat: the flat name; by default the name of the attribute.
+        flat_name: the flat name; by default the name of the attribute.
         parse: converts text to the value, for types without a standard conversion from text.
         secret: whether the value is hidden in messages and in lists of settings.
         aliases: other flat names.
     """
-    metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}
+    metadata = {"rule": rule, "help": help, "flat_name": flat_name, "parse": parse, "secret": secret}
     metadata["aliases"] = aliases
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -115,7 +116,7 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
     types = get_type_hints(cls)
     return tuple(
         ConfigField(
-            name=field.metadata["flat"] or field.name,
+            name=field.metadata["flat_name"] or field.name,
             section=section,
             attribute=field.name,
             type=types[field.name],
@@ -156,7 +157,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?b)", re.IGNORECASE)
 
 
 def read_size(text: str) -> int | str:
-    """Return the bytes of a size such as ``4GiB`` or ``500MB``; return other text unchanged."""
+    """Return the number of bytes of a size such as ``4GiB`` or ``500MB``; return other text unchanged."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return text
@@ -165,7 +166,9 @@ def read_size(text: str) -> int | str:
 
 
 NUM_BYTES = Rule(
-    "a number of bytes, at least 1, or a size such as 4GiB or 500MB", lambda value: value >= 1, read=read_size
+    "a number of bytes, at least 1, or a size such as 4GiB or 500MB",
+    lambda value: value >= 1,
+    convert_text=read_size,
 )
 FRACTION = Rule("a number above 0 and at most 1", lambda value: isfinite(value) and 0 < value <= 1)
 

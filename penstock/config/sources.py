@@ -25,6 +25,8 @@ def collect_values(
 ) -> dict[str, tuple[object, str]]:
     """Return flat name -> (converted value, source) of all fields that are given.
 
+    ``values`` override environment variables, which override the values of the configuration file.
+
     Raises:
         ConfigError: unknown name, wrong type, invalid value, a file that cannot be read, or a field and its
             alias in one source.
@@ -32,21 +34,23 @@ def collect_values(
     fields_by_name = {name: field for field in fields for name in (field.name, *field.aliases)}
     values = {name: value for name, value in values.items() if value is not None}
     variables = _environment_values(environment, [*fields_by_name, CONFIG_FILE])
-    file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
+    config_file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
     given: dict[str, tuple[object, str]] = {}
-    if file is not None:
-        where = f"file {file}"
-        _add_values(given, fields_by_name, _read_file(cast(str, file)), where, where)
-    given_names: dict[str, str] = {}
+    if config_file is not None:
+        error_source = f"file {config_file}"
+        _add_values(
+            given, fields_by_name, _read_config_file(cast(str, config_file)), error_source, error_source
+        )
+    given_names: dict[str, str] = {}  # flat name -> name or alias in the environment
     for name, text in variables.items():
-        where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
+        error_source = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
         if given_names.setdefault(fields_by_name[name].name, name) != name:
             raise ConfigError(
                 name,
-                f"is another name of {given_names[fields_by_name[name].name]} (from {where}): "
+                f"is another name of {given_names[fields_by_name[name].name]} (from {error_source}): "
                 "give one of them",
             )
-        _add_values(given, fields_by_name, {name: text}, where, where, from_text=True)
+        _add_values(given, fields_by_name, {name: text}, error_source, error_source, from_text=True)
     # Errors about arguments do not name a source, because the caller has just passed the arguments.
     _add_values(given, fields_by_name, values, source, "", from_text=source == "flag")
     return given
@@ -57,7 +61,7 @@ def _add_values(
     fields_by_name: Mapping[str, ConfigField],
     values: Mapping[str, object],
     source: str,
-    where: str,
+    error_source: str,
     *,
     from_text: bool = False,
 ) -> None:
@@ -70,27 +74,27 @@ def _add_values(
         fields_by_name: name or alias -> field.
         values: name or alias -> value as given.
         source: the source of the values.
-        where: the source for error messages; empty for arguments.
+        error_source: the source for error messages; empty for arguments.
         from_text: whether strings are converted to the types of the fields.
     """
-    names: dict[str, str] = {}
+    given_names: dict[str, str] = {}  # flat name -> name or alias in ``values``
     for name, value in values.items():
         if name not in fields_by_name:
-            raise _unknown_field_error(name, [*fields_by_name, CONFIG_FILE], where)
+            raise _unknown_field_error(name, [*fields_by_name, CONFIG_FILE], error_source)
         if value is None:
             continue
         field = fields_by_name[name]
-        if names.setdefault(field.name, name) != name:
-            origin = f" (from {where})" if where else ""
-            raise ConfigError(name, f"is another name of {names[field.name]}{origin}: give one of them")
+        if given_names.setdefault(field.name, name) != name:
+            origin = f" (from {error_source})" if error_source else ""
+            raise ConfigError(name, f"is another name of {given_names[field.name]}{origin}: give one of them")
         plain_value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        given[field.name] = (field.convert(plain_value, from_text=from_text, source=where), source)
+        given[field.name] = (field.convert(plain_value, from_text=from_text, source=error_source), source)
 
 
-def _unknown_field_error(name: str, field_names: Iterable[str], where: str) -> ConfigError:
+def _unknown_field_error(name: str, field_names: Iterable[str], error_source: str) -> ConfigError:
     nearest = get_close_matches(name, field_names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else f"the fields are {', '.join(field_names)}"
-    origin = f" (from {where})" if where else ""
+    origin = f" (from {error_source})" if error_source else ""
     return ConfigError(name, f"is not a configuration field{origin}: {hint}")
 
 
@@ -103,19 +107,19 @@ def _environment_values(environment: Mapping[str, str], names: Sequence[str]) ->
     Raises:
         ConfigError: the name of a variable is similar to the name of a field, so it is probably misspelt.
     """
-    values_by_name = {}
+    texts_by_name = {}
     for variable, text in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
             continue
         if name in names:
-            values_by_name[name] = text
+            texts_by_name[name] = text
         elif get_close_matches(name, names, n=1, cutoff=0.65):
             raise _unknown_field_error(name, names, f"environment {variable}")
-    return values_by_name
+    return texts_by_name
 
 
-def _read_file(file: str | os.PathLike[str]) -> dict[str, object]:
+def _read_config_file(file: str | os.PathLike[str]) -> dict[str, object]:
     try:
         path = Path(file).expanduser()
     except TypeError:

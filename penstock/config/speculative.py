@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: the source and the number of draft tokens. One forward verifies all of them.
+    """Speculative decoding: the source and the number of draft tokens.
 
     Raises:
         ConfigError: a field has an invalid value, or two fields contradict each other.
@@ -67,5 +67,5 @@ class SpeculativeConfig:
 
     @property
     def max_drafts(self) -> int:
-        """Maximum number of draft tokens of a context in one step; 0 without speculation."""
+        """Maximum number of draft tokens of a request in one step; 0 without speculation."""
         return self.num_speculative_tokens if self.method else 0

@@ -16,7 +16,7 @@ _VOICES = Rule(
 )
 
 
-def _split(text: str) -> tuple[str, ...]:
+def _split_at_voice_names(text: str) -> tuple[str, ...]:
     """Split at commas that are followed by ``NAME=``."""
     return tuple(part for part in re.split(r",(?=[^,=]+=)", text) if part)
 
@@ -53,7 +53,7 @@ class SpeechConfig:
         "A voice to clone, as NAME=FILE or NAME=CODES. FILE is an audio file, such as anna.wav with its "
         "transcription in anna.txt, or a JSON file with codes and transcription. May be repeated; in an "
         "environment variable or a configuration file, commas separate voices.",
-        parse=_split,
+        parse=_split_at_voice_names,
     )
     audio_chunk_frames: int | None = setting(
         None,

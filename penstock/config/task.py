@@ -43,10 +43,11 @@ def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> Pipe
 
     Args:
         checkpoint: a checkpoint's folder, or a GGUF file.
-        huggingface_config: its ``config.json``.
+        huggingface_config: the checkpoint's ``config.json``.
 
     Raises:
         CheckpointError: ``modules.json``, ``architectures`` or ``speech_config.json`` is malformed.
+        ConfigError: ``speech_config.json`` names an unknown speech format.
     """
     from penstock.pipelines.core import PipelineTask
     from penstock.text.speech_format import is_speech_checkpoint

@@ -10,7 +10,7 @@ from penstock.config.settings import COUNT, NUM_BYTES, Rule, check_fields, setti
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Images in prompts.
+    """Limits, memory and processes for images in prompts.
 
     Raises:
         ConfigError: a field has an invalid value.
@@ -22,25 +22,25 @@ class VisionConfig:
         "Size of the cache of encoded images, in bytes; by default 5 % of the memory, at most 256 MiB.",
     )
     max_images: int = setting(
-        32, COUNT, "Maximum number of images of a request.", flat="max_images_per_request"
+        32, COUNT, "Maximum number of images of a request.", flat_name="max_images_per_request"
     )
     max_pixels: int = setting(
         64 * 2**20,
         COUNT,
         "Maximum width times height of an image; a larger image is refused before it is decoded.",
-        flat="max_image_pixels",
+        flat_name="max_image_pixels",
     )
     max_bytes: int = setting(
-        32 * 2**20, NUM_BYTES, "Maximum size of an encoded image, in bytes.", flat="max_image_bytes"
+        32 * 2**20, NUM_BYTES, "Maximum size of an encoded image, in bytes.", flat_name="max_image_bytes"
     )
     processes: int = setting(
-        1, COUNT, "Number of processes that prepare images for the model.", flat="image_processes"
+        1, COUNT, "Number of processes that prepare images for the model.", flat_name="image_processes"
     )
     timeout: float = setting(
         30.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Time limit in seconds for fetching an image, and for preparing it.",
-        flat="image_timeout",
+        "Time limit in seconds, applied separately to fetching an image and to preparing it.",
+        flat_name="image_timeout",
     )
 
     def __post_init__(self) -> None:

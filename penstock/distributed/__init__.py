@@ -1,7 +1,7 @@
-"""Tensor and expert parallelism: divides layers among ranks, and exchanges tensors among ranks.
+"""Tensor and expert parallelism: the division of layers among ranks, and the collectives of the ranks.
 
 `Shard` has the sharding rules. `Ranks` has the collectives, on torch.distributed or in shared memory.
-`RankProcesses` starts and monitors the processes of the ranks from 1 on.
+`RankProcesses` starts and monitors the processes of all ranks except rank 0.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`RankProcesses`: starts and monitors the processes of the ranks from 1 on.
+"""`RankProcesses`: starts and monitors the processes of all ranks except rank 0.
 
-Rank 0 is the process that loads the model: a worker, or a program. It starts the other ranks and holds one
-end of a connection to each. A rank ends when its connection to rank 0 is closed. Rank 0 has one
-thread per other rank, which waits for its process. If the process ends, the thread makes the collectives of
-all ranks fail.
+Rank 0 is the process that loads the model: a worker, or a program that uses the library. Rank 0 starts one
+process per further rank and has a connection to each. A further rank exits when rank 0 closes this connection
+or ends. For each process, rank 0 has a thread that waits until the process ends, and then makes the
+collectives in shared memory fail on all ranks.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ _RANK_PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from penstock.distributed.processes import main; main()"
 )
-_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "100"}
+_OPENMP_VARIABLES = {"GOMP_SPINCOUNT": "100"}
+"""Default environment variables of a rank: an idle OpenMP thread spins 100 times before it sleeps."""
 START_TIMEOUT = 600.0
-"""Seconds that rank 0 and the other ranks wait for each other's events, such as the start."""
+"""Seconds that rank 0 waits for an event of the other ranks, and another rank for the start of rank 0."""
 _END_TIMEOUT = 5.0
-"""Seconds to wait for a rank to exit before it is killed."""
+"""Seconds that `close` waits for the processes to exit. It then kills the remaining ones."""
 _DIAGNOSIS_TIMEOUT = 2.0
-"""Seconds to wait after a failed collective until the process of the rank that caused the failure ends."""
+"""Seconds that `_diagnose` waits for a rank to end. A collective can fail before the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """The settings of a group of ranks."""
 
-    world: int
+    world_size: int
     devices: tuple[torch.device, ...]
     """The device of each rank."""
     timeout: float
@@ -61,9 +62,9 @@ class RankSettings:
     by_expert: bool = False
     """Whether each rank has whole experts, instead of a part of each expert."""
     shares_memory: bool = True
-    """Whether ranks on CPUs exchange tensors in shared memory."""
+    """Whether ranks on CPUs exchange tensors in shared memory instead of over gloo."""
     cores: tuple[tuple[int, ...], ...] = ()
-    """The processors that each rank is bound to; empty for no binding."""
+    """The ids of the processors to which each rank is bound; empty for no binding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +75,35 @@ class RankLaunch:
     settings: RankSettings
     target: Callable[[Ranks], None]
     """The function that the rank runs."""
-    folder: str
+    store_folder: str
     """The folder with the file of torch.distributed's ``FileStore``."""
-    connection: int
+    connection_fd: int
     """File descriptor of the connection to rank 0."""
-    region: int | None
-    """File descriptor of the shared memory."""
+    region_fd: int | None
+    """File descriptor of the shared memory; None without shared memory."""
 
 
 class RankProcesses:
-    """The processes of the ranks from 1 on. `join` connects rank 0 with them.
+    """The processes of all ranks except rank 0. `join` connects rank 0 with these processes.
 
     Args:
-        settings: the number of ranks and their devices.
-        target: the function that the other ranks run; picklable.
+        settings: the settings of the group of ranks.
+        target: the function that each process runs; picklable.
     """
 
     def __init__(self, settings: RankSettings, target: Callable[[Ranks], None]) -> None:
         self._settings = settings
         self._folder = tempfile.mkdtemp(prefix="penstock-ranks-")
-        self._store = _store(self._folder, settings.world)
+        self._store = _open_store(self._folder, settings.world_size)
         self._is_closing = False
         self._ranks: Ranks | None = None
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._exit_statuses: dict[int, int] = {}  # rank -> exit status
         self.sentinel, self._write_end = os.pipe()
-        """A file descriptor that becomes readable when a rank has ended before `close`."""
-        self._region = _create_region(settings)
-        for rank in range(1, settings.world):
+        """A file descriptor that becomes readable when one of the processes has ended before `close`."""
+        self._region_fd = _create_region(settings)
+        for rank in range(1, settings.world_size):
             self._start(rank, target)
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, process), daemon=True)
@@ -115,19 +116,19 @@ class RankProcesses:
         """Connect this process, as rank 0, with the other ranks.
 
         Raises:
-            PenstockError: a rank could not start.
+            PenstockError: a rank has ended, or has not started within `START_TIMEOUT` seconds.
         """
         settings = self._settings
         self.wait_for("started")
         self._store.set("started/0", "1")
         self._ranks = Ranks(
             0,
-            settings.world,
+            settings.world_size,
             self._store,
             timeout=settings.timeout,
             device=settings.devices[0],
             connections=self._connections,
-            region=None if self._region is None else SharedRegion(self._region, settings.world),
+            region=None if self._region_fd is None else SharedRegion(self._region_fd, settings.world_size),
             by_expert=settings.by_expert,
         )
         self._ranks.diagnose = self._diagnose
@@ -136,15 +137,16 @@ class RankProcesses:
         return self._ranks
 
     def wait_for(self, event: str) -> None:
-        """Wait until all other ranks have marked an event (`Ranks.mark`).
+        """Wait until all other ranks have reported an event with `Ranks.mark`.
 
         Raises:
-            PenstockError: a rank has ended. The exception is the error that the rank reported, if any.
-            RankFailedError: the event has not occurred within `START_TIMEOUT` seconds.
+            PenstockError: a rank has ended. The exception is the error that the rank reported; if it reported
+                none, a `RankFailedError`.
+            RankFailedError: a rank has not reported the event within `START_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + START_TIMEOUT
-        names = [f"{event}/{rank}" for rank in range(1, self._settings.world)]
-        while not self._store.check(names):
+        store_keys = [f"{event}/{rank}" for rank in range(1, self._settings.world_size)]
+        while not self._store.check(store_keys):
             if self._exit_statuses:
                 raise self._diagnose(RuntimeError("a rank has ended"))
             if time.monotonic() > deadline:
@@ -154,21 +156,21 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks from 1 on."""
+        """The process ids of the ranks 1, 2 and so on."""
         return [process.pid for process in self._processes]
 
     def check(self) -> None:
-        """Raise an error if a rank has ended.
+        """Raise an error if a rank has ended before `close`.
 
         Raises:
-            PenstockError: a rank has ended. The exception is the error that the rank reported, if any.
-                Otherwise its message contains the number and the exit status of the rank.
+            PenstockError: a rank has ended. The exception is the error that the rank reported. If it reported
+                none, the exception is a `RankFailedError` with the number and the exit status of the rank.
         """
         if self._exit_statuses and not self._is_closing:
             raise self._diagnose(RuntimeError("a rank has ended"))
 
     def close(self) -> None:
-        """End the processes. Does nothing after the first call."""
+        """End the processes, killing those that do not exit within 5 s. Later calls do nothing."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -188,21 +190,21 @@ class RankProcesses:
                 process.stdin.close()
         for watcher in self._watchers:
             watcher.join(_END_TIMEOUT)
-        for descriptor in (self._region, self.sentinel, self._write_end):
+        for descriptor in (self._region_fd, self.sentinel, self._write_end):
             if descriptor is not None:
                 os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, rank: int, target: Callable[[Ranks], None]) -> None:
         own_end, rank_end = Pipe()
-        launch = RankLaunch(rank, self._settings, target, self._folder, rank_end.fileno(), self._region)
-        descriptors = [rank_end.fileno()] + ([] if self._region is None else [self._region])
+        launch = RankLaunch(rank, self._settings, target, self._folder, rank_end.fileno(), self._region_fd)
+        descriptors = [rank_end.fileno()] + ([] if self._region_fd is None else [self._region_fd])
         process = subprocess.Popen(
             [sys.executable, "-c", _RANK_PROGRAM],
             stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=descriptors,
-            env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SPIN_VARIABLES, **os.environ},
+            env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_OPENMP_VARIABLES, **os.environ},
         )
         rank_end.close()
         self._connections.append(own_end)
@@ -217,16 +219,17 @@ class RankProcesses:
         self._exit_statuses.setdefault(rank, status)
         if self._is_closing:
             return
-        _LOG.error("rank %d (process %d) has ended: %s", rank, process.pid, _describe(status))
+        _LOG.error("rank %d (process %d) has ended: %s", rank, process.pid, _describe_exit(status))
         if self._ranks is not None:
             self._ranks.abort()
         with contextlib.suppress(OSError):
             os.write(self._write_end, b"1")
 
     def _diagnose(self, error: Exception) -> PenstockError:
-        """Return the error that a rank has reported; otherwise an error that names the rank that has ended.
+        """Return the error that explains a failed collective, or the end of a rank.
 
-        If no process has ended within `_DIAGNOSIS_TIMEOUT`, the returned error contains ``error``.
+        This is the error that a rank has reported. If no rank has reported one, it is a `RankFailedError`
+        with the number of the rank that has ended, or with ``error`` if no rank has ended.
         """
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         while not self._exit_statuses and time.monotonic() < deadline:
@@ -238,23 +241,25 @@ class RankProcesses:
         if self._exit_statuses:
             rank, status = next(iter(self._exit_statuses.items()))
             return RankFailedError(
-                f"rank {rank} of {self._settings.world} has ended ({_describe(status)}): the model must be "
-                "loaded again"
+                f"rank {rank} of {self._settings.world_size} has ended ({_describe_exit(status)}): the model "
+                "must be loaded again"
             )
         return RankFailedError(
-            f"the {self._settings.world} ranks of the model lost their connection ({error}): the model must "
-            "be loaded again"
+            f"the {self._settings.world_size} ranks of the model lost their connection ({error}): the model "
+            "must be loaded again"
         )
 
 
 def main() -> None:
     """Run the target of a rank in this process, and exit. The process also exits when rank 0 ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is sent to the whole process group; rank 0 handles it
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        # A terminal sends Ctrl-C to the whole process group; rank 0 handles it.
+        signal.signal(signal_number, signal.SIG_IGN)
     launch: RankLaunch = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_exit_with_rank_0, args=(launch.folder,), daemon=True).start()
+    threading.Thread(target=_exit_with_rank_0, args=(launch.store_folder,), daemon=True).start()
     settings, rank = launch.settings, launch.rank
-    store = _store(launch.folder, settings.world)
+    store = _open_store(launch.store_folder, settings.world_size)
+    ranks: Ranks | None = None
     try:
         if settings.cores:
             pin(settings.cores[rank])
@@ -262,12 +267,12 @@ def main() -> None:
         store.wait(["started/0"], timedelta(seconds=START_TIMEOUT))
         ranks = Ranks(
             rank,
-            settings.world,
+            settings.world_size,
             store,
             timeout=settings.timeout,
             device=settings.devices[rank],
-            connections=[Connection(launch.connection)],
-            region=None if launch.region is None else SharedRegion(launch.region, settings.world),
+            connections=[Connection(launch.connection_fd)],
+            region=None if launch.region_fd is None else SharedRegion(launch.region_fd, settings.world_size),
             by_expert=settings.by_expert,
         )
         launch.target(ranks)
@@ -276,7 +281,8 @@ def main() -> None:
         status = 0
     except BaseException as error:
         _LOG.debug("rank %d failed", rank, exc_info=True)
-        if not isinstance(error, RankFailedError):  # only the error of the rank that failed first is reported
+        # Other failures are the consequence of an error that another rank reports.
+        if not isinstance(error, RankFailedError) or (ranks is not None and ranks.caused_failure):
             _report_error(store, rank, error)
         status = 1
     logging.shutdown()
@@ -284,37 +290,40 @@ def main() -> None:
 
 
 def _report_error(store: Store, rank: int, error: BaseException) -> None:
-    """Store the error of a rank, for rank 0."""
+    """Write the error of a rank to the store, from which `RankProcesses._diagnose` reads it."""
     if not isinstance(error, PenstockError):
         _LOG.critical("rank %d failed", rank, exc_info=error)
         error = RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
     try:
-        content = base64.b64encode(pickle.dumps(error)).decode()
-        pickle.loads(base64.b64decode(content))
+        encoded_error = base64.b64encode(pickle.dumps(error)).decode()
+        pickle.loads(base64.b64decode(encoded_error))
     except Exception:  # an error whose constructor does not take its ``args`` cannot be unpickled
         error = RankFailedError(f"rank {rank} failed: {type(error).__name__}: {error}")
-        content = base64.b64encode(pickle.dumps(error)).decode()
+        encoded_error = base64.b64encode(pickle.dumps(error)).decode()
     with contextlib.suppress(Exception):
-        store.set("error", content)
+        store.set("error", encoded_error)
 
 
-def _exit_with_rank_0(folder: str) -> None:
+def _exit_with_rank_0(store_folder: str) -> None:
     """End this process when its standard input is closed, which happens when rank 0 ends."""
     os.read(0, 1)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(store_folder, ignore_errors=True)
     os._exit(1)
 
 
-def _store(folder: str, world: int) -> Store:
-    return FileStore(f"{folder}/store", world)
+def _open_store(folder: str, world_size: int) -> Store:
+    return FileStore(f"{folder}/store", world_size)
 
 
 def _create_region(settings: RankSettings) -> int | None:
+    """Return the file descriptor of new shared memory; None if the ranks use torch.distributed only."""
     on_host = all(device.type == "cpu" for device in settings.devices)
     return (
-        SharedRegion.create(settings.world, settings.timeout) if on_host and settings.shares_memory else None
+        SharedRegion.create(settings.world_size, settings.timeout)
+        if on_host and settings.shares_memory
+        else None
     )
 
 
-def _describe(status: int) -> str:
+def _describe_exit(status: int) -> str:
     return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

@@ -24,28 +24,28 @@ from penstock.distributed.shard import Shard
 from penstock.errors import PenstockError, RankFailedError
 from penstock.host.interrupts import deferred_interrupts
 
-_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> type
 
 
 class Ranks:
-    """The ranks of a model. One thread at a time may call the collectives.
+    """The collectives and messages of one rank. One thread at a time may call the collectives.
 
     Args:
         rank: the number of this rank.
-        world: the number of ranks.
+        world_size: the number of ranks.
         store: the store of torch.distributed through which the ranks find each other.
         timeout: seconds that a collective waits for the other ranks.
         device: the device of the tensors. Collectives use gloo for ``cpu`` and NCCL for ``cuda``.
-        connections: connections for messages. Rank 0 has one to each other rank; other ranks have one to rank
-            0.
-        region: shared memory for the collectives of the kernels; None to use torch.distributed only.
+        connections: connections for messages. Rank 0 has a connection to each other rank; every other rank
+            has one connection, to rank 0.
+        region: shared memory for the collectives of the C++ kernels; None to use torch.distributed only.
         by_expert: see `Shard`.
     """
 
     def __init__(
         self,
         rank: int,
-        world: int,
+        world_size: int,
         store: Store,
         *,
         timeout: float,
@@ -54,29 +54,31 @@ class Ranks:
         region: SharedRegion | None = None,
         by_expert: bool = False,
     ) -> None:
-        self.rank, self.world, self.device = rank, world, device
+        self.rank, self.world_size, self.device = rank, world_size, device
         self._store = store
         self._connections = tuple(connections)
         self._region = region
         self.by_expert = by_expert
         self._timeout = timeout
         self._failure: PenstockError | None = None
+        self.caused_failure = False
+        """Whether a step on this rank raised the error that made the collectives fail."""
         self._lock = threading.Lock()
         self.diagnose: Callable[[Exception], PenstockError] = _unknown_failure
-        """Returns the error to raise for a failed collective.
+        """Returns the error to raise for a failed collective or message.
 
-        On rank 0, `RankProcesses` replaces this function by one that knows which ranks have ended.
+        On rank 0, `RankProcesses` replaces this function by one that names the rank that has ended.
         """
-        self._group = _make_process_group(store, rank, world, timeout, device)
+        self._group = _make_process_group(store, rank, world_size, timeout, device)
 
     @property
     def shard(self) -> Shard:
         """The shard of this rank."""
-        return Shard(self.rank, self.world, self.by_expert, self)
+        return Shard(self.rank, self.world_size, self.by_expert, self)
 
     @property
     def region(self) -> int:
-        """Address of the shared memory of the kernels; 0 without it."""
+        """Address of the shared memory in this process; 0 without shared memory."""
         return 0 if self._region is None else self._region.address
 
     @property
@@ -88,7 +90,7 @@ class Ranks:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffer of each rank for collectives, uint8; empty if torch.distributed allocates them."""
+        """The buffers in shared memory, one uint8 tensor per rank; empty without shared memory."""
         return [] if self._region is None else self._region.buffers
 
     # -- Collectives --------------------------------------------------------------------------------------
@@ -137,13 +139,14 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager of a block that every rank runs. An error on one rank is raised on all ranks.
+        """Context manager of a block that every rank runs, such as a forward.
 
-        Otherwise the other ranks would wait for collectives that the failed rank never calls. For the
-        same reason, a Ctrl-C is deferred to the end of the step.
+        An error in the block aborts the collectives in shared memory on all ranks, so that no other rank
+        waits for a collective that this rank never calls. The first Ctrl-C is deferred to the end of the
+        block, so that this rank calls all its collectives.
 
         Raises:
-            RankFailedError: an error occurred in the block, or on another rank.
+            PenstockError: an error occurred in the block, or on another rank.
             KeyboardInterrupt: Ctrl-C was pressed during the block.
         """
         try:
@@ -152,11 +155,12 @@ class Ranks:
         except (RankFailedError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            # If a collective in shared memory failed, check() raises its error instead.
+            # If an earlier collective failed, check() raises the failure of this collective instead.
             self.check()
+            self.caused_failure = True
             self._failure = RankFailedError(
-                f"a step failed on rank {self.rank} of {self.world} ({type(error).__name__}: {error}): the "
-                "model must be loaded again"
+                f"a step failed on rank {self.rank} of {self.world_size} ({type(error).__name__}: {error}): "
+                "the model must be loaded again"
             )
             self.abort()
             raise self._failure from error
@@ -172,7 +176,7 @@ class Ranks:
     # -- Messages -----------------------------------------------------------------------------------------
 
     def send(self, message: bytes) -> None:
-        """Send a message of rank 0 to all other ranks.
+        """Send a message from rank 0 to all other ranks.
 
         Raises:
             PenstockError: a rank has ended, a collective or a step failed earlier, or the model is closed.
@@ -185,7 +189,7 @@ class Ranks:
             self._fail(error)
 
     def receive(self) -> bytes:
-        """Return the next message of rank 0.
+        """Wait for the next message of rank 0, and return it.
 
         Raises:
             EOFError: rank 0 has ended or has closed the model.
@@ -194,20 +198,20 @@ class Ranks:
         return connection.recv_bytes()
 
     def mark(self, event: str) -> None:
-        """Report an event of this rank to rank 0, see `RankProcesses.wait_for`."""
+        """Report an event of this rank to rank 0, which waits for it in `RankProcesses.wait_for`."""
         self._store.set(f"{event}/{self.rank}", "1")
 
     def close(self) -> None:
-        """Close the connections and abort the process group. Later collectives fail."""
+        """Close the connections and abort the process group. Later collectives and messages fail."""
         self._failure = self._failure or RankFailedError("the model is closed")
         for connection in self._connections:
             connection.close()
         self._group.abort()
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        """Return the tensor of each rank; all have the same shape and type."""
+        """Return the tensor ``x`` of each rank. All ranks must pass tensors of the same shape and type."""
         integers = x.view(_INTEGER_TYPES[x.element_size()])
-        outputs = [torch.empty_like(integers) for _ in range(self.world)]
+        outputs = [torch.empty_like(integers) for _ in range(self.world_size)]
         self._wait(lambda: self._group.allgather([outputs], [integers]))
         return [output.view(x.dtype) for output in outputs]
 
@@ -230,16 +234,16 @@ def _unknown_failure(error: Exception) -> PenstockError:
 
 
 def _make_process_group(
-    store: Store, rank: int, world: int, timeout: float, device: torch.device
+    store: Store, rank: int, world_size: int, timeout: float, device: torch.device
 ) -> dist.ProcessGroup:
     """Return the process group of the ranks. It is not the default group of torch.distributed."""
     timeout_delta, dist_module = timedelta(seconds=timeout), cast(Any, dist)
     if device.type == "cuda":
-        nccl: dist.ProcessGroup = dist_module.ProcessGroupNCCL(store, rank, world, timeout_delta)
+        nccl: dist.ProcessGroup = dist_module.ProcessGroupNCCL(store, rank, world_size, timeout_delta)
         return nccl
     options = dist_module.ProcessGroupGloo._Options()
     options._devices = [dist_module.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout_delta
     options._threads = 1
-    gloo: dist.ProcessGroup = dist_module.ProcessGroupGloo(store, rank, world, options)
+    gloo: dist.ProcessGroup = dist_module.ProcessGroupGloo(store, rank, world_size, options)
     return gloo

@@ -29,7 +29,7 @@ from penstock.text.tokenizer import TextTokenizer
 
 _logger = logging.getLogger(__name__)
 
-_EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
+_EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}  # backend -> extra of the penstock package
 _NICENESS = 5  # a low priority, which still gets CPU time while the model uses all cores
 _SWITCH_INTERVAL = 0.0005  # seconds between switches of Python threads
 _EXCLUSIVE_SECONDS = 1.0  # seconds after which another grammar may compile in parallel
@@ -71,15 +71,15 @@ class GrammarCompiler:
     Low-priority threads compile the grammars one after another. If a grammar takes more than a second, the
     next grammar starts in parallel, so that a large schema does not delay small ones. A grammar that exceeds
     the time limit is rejected, but its thread continues until the compilation ends. If all threads are busy,
-    further grammars wait up to the time limit. Compiled grammars and errors are cached in
-    ``grammar_cache_size`` bytes, from which the least recently used are evicted.
+    further grammars wait up to the time limit. The cache stores compiled grammars and errors. Above
+    ``config.cache_size`` bytes, it evicts the least recently used entries.
 
     All methods must be called from the thread that runs the model.
 
     Args:
         tokenizer: provides the bytes of each token and the end-of-sequence tokens.
         vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
-        config: the limits.
+        config: the backend, the limits and the cache size. None means the defaults.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class GrammarCompiler:
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled: it has no grammar, or its matcher is set.
 
-        The first call starts the compilation, and later calls poll it. When the grammar is compiled, this
-        method gives the context a matcher that has accepted its generated tokens.
+        The first call starts the compilation or queues it, and later calls poll it. When the grammar is
+        compiled, this method gives the context a matcher that has accepted the context's generated tokens.
 
         Raises:
             UnsupportedSchemaError: a JSON schema uses an unsupported keyword.
@@ -153,10 +153,10 @@ class GrammarCompiler:
             raise MissingDependencyError(
                 self._backend.library, _EXTRAS[self.config.backend], "structured output"
             )
-        size = len(grammar.text)
-        if size > self.config.max_size:
+        num_characters = len(grammar.text)
+        if num_characters > self.config.max_size:
             raise InputError(
-                f"the grammar has {size} characters, the maximum is {self.config.max_size}: "
+                f"the grammar has {num_characters} characters, the maximum is {self.config.max_size}: "
                 "make it smaller, or raise --max-grammar-size"
             )
         self._collect_jobs()
@@ -184,8 +184,8 @@ class GrammarCompiler:
             ):
                 del self._waiting[grammar]
                 raise UnavailableError(
-                    f"{len(self._jobs) + len(self._overdue)} other grammars have been compiling for more "
-                    f"than {self.config.compile_timeout:g} s: try again later",
+                    f"the grammar waited more than {self.config.compile_timeout:g} s for one of the "
+                    f"{_MAX_THREADS} compilation threads: try again later",
                     retry_after=30,
                 )
         return None
@@ -197,7 +197,7 @@ class GrammarCompiler:
             if job.is_done.is_set():
                 assert job.result is not None
                 self._store(job.grammar, job.result)
-            elif job.seconds > self.config.compile_timeout:
+            elif job.compile_seconds > self.config.compile_timeout:
                 self._overdue.append(job)
                 self._store(job.grammar, _time_limit_error(job.grammar, self.config.compile_timeout))
             else:
@@ -205,7 +205,7 @@ class GrammarCompiler:
         self._start_next()
 
     def _start_next(self) -> None:
-        if not self._waiting or any(job.seconds <= _EXCLUSIVE_SECONDS for job in self._jobs):
+        if not self._waiting or any(job.compile_seconds <= _EXCLUSIVE_SECONDS for job in self._jobs):
             return
         if len(self._jobs) + len(self._overdue) < _MAX_THREADS:
             grammar, _ = self._waiting.popitem(last=False)
@@ -226,24 +226,22 @@ class _Job:
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started_at: float | None = (
-        None  # None while the tokenizer is loaded, because the time limit applies to the compilation only
-    )
+    started_at: float | None = None  # None until `backend.prepare` returns; the time limit excludes it
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def seconds(self) -> float:
-        """Seconds since the compilation started."""
+    def compile_seconds(self) -> float:
+        """Seconds since the compilation started; 0 before the start."""
         return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
     def check_time(self) -> None:
         """Raise `InputError` at the time limit."""
-        if self.seconds > self.max_seconds:
+        if self.compile_seconds > self.max_seconds:
             raise _time_limit_error(self.grammar, self.max_seconds)
 
     def run(self) -> None:
-        """Compile the grammar and set the result."""
+        """Compile the grammar, and set `result` and `is_done`."""
         _lower_priority()
         with _ShortSwitchInterval():
             self._compile()
@@ -280,12 +278,12 @@ def _matcher_after_generated(
 
 
 def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int:
-    size = 1024 + 4 * len(grammar.text)
-    return size if isinstance(result, PenstockError) else size + result.num_bytes
+    num_text_bytes = 1024 + 4 * len(grammar.text)
+    return num_text_bytes if isinstance(result, PenstockError) else num_text_bytes + result.num_bytes
 
 
 class _ShortSwitchInterval:
-    """Context manager that sets Python's switch interval to 0.5 ms while a grammar is compiled.
+    """Context manager that limits Python's thread switch interval to 0.5 ms while a grammar is compiled.
 
     A step of the model acquires the GIL many times. Each time it may wait for one switch interval, by default
     5 ms.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BYTES_PER_GRAMMAR = 160 << 10  # measured size of a small grammar's lexer tables
 _BYTES_PER_CHARACTER = 24  # measured with schemas of 1 to 1,000 properties
-_MAX_THREADS = 4
+_MAX_THREADS = 4  # of the thread pool that computes masks
 
 
 class LLGuidanceBackend:
@@ -34,7 +34,7 @@ class LLGuidanceBackend:
     Args:
         tokenizer: provides the bytes of each token.
         vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
-        config: the limits.
+        config: the limits, and the whitespace that JSON may contain.
     """
 
     library = "llguidance"
@@ -45,7 +45,7 @@ class LLGuidanceBackend:
         self._config = config
 
     def prepare(self) -> None:
-        """Read the tokenizer. Takes 1 to 2 seconds for a large vocabulary."""
+        """Read the tokenizer. The first call takes 1 to 2 seconds for a large vocabulary."""
         assert self._ll_tokenizer
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledLLGuidance:
@@ -109,7 +109,7 @@ class LLGuidanceBackend:
     def _ll_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(TokenizerWrapper(_Tokens(self._tokenizer, self.tokens)))
+        return LLTokenizer(TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self.tokens)))
 
     @cached_property
     def tokens(self) -> list[bytes]:
@@ -117,12 +117,12 @@ class LLGuidanceBackend:
         return token_bytes(self._tokenizer.backend, self.vocab_size)
 
 
-class _Tokens:
+class _TokenizerAdapter:
     """Adapts a tokenizer to llguidance.
 
-    Each context has its own end-of-sequence tokens, but llguidance supports only one such token. Its
-    end-of-sequence token is therefore an additional token id after the vocabulary. `LLGuidanceMatcher`
-    handles the end-of-sequence tokens of the context.
+    Each context has its own end-of-sequence tokens, but llguidance supports only one end-of-sequence token.
+    llguidance's token is therefore an additional token id after the vocabulary. `LLGuidanceMatcher` handles
+    the end-of-sequence tokens of the context.
     """
 
     def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes]) -> None:
@@ -189,7 +189,7 @@ class LLGuidanceMatcher:
         self._matcher = matcher
         self._stop_token_ids = list(stop_token_ids)
         self._is_terminated = False
-        self._row: np.ndarray | None = None  # [ceil(V / 32)] uint32: cached mask of the next tokens
+        self._cached_row: np.ndarray | None = None  # [ceil(V / 32)] uint32: cached mask of the next tokens
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -210,10 +210,14 @@ class LLGuidanceMatcher:
             self._is_terminated = self._matcher.is_accepting()
             return self._is_terminated
         if self._matcher.try_consume_tokens([token]) == 1:
-            self._row = None
+            self._cached_row = None
             return True
         self._check_failure()
-        if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
+        if (
+            self.failure is None
+            and self._cached_row is not None
+            and self._cached_row[token >> 5] >> (token & 31) & 1
+        ):
             # llguidance rejected a token that its mask allows, so the shared lexer has exceeded a limit.
             self._set_failure("the lexer exceeded a limit")
         if self.failure is not None:
@@ -226,18 +230,18 @@ class LLGuidanceMatcher:
             self._is_terminated = False
             num_tokens -= 1
         if num_tokens:
-            self._row = None
+            self._cached_row = None
             self._matcher.rollback(num_tokens)
             self._check_failure()
 
     def reset(self) -> None:
         """Return to the initial state. `failure` does not change."""
         self._is_terminated = False
-        self._row = None
+        self._cached_row = None
         self._matcher.reset()
 
     def is_terminated(self) -> bool:
-        """Return whether a token has ended the output."""
+        """Return whether the matcher has accepted a stop token."""
         return self._is_terminated
 
     def is_completed(self) -> bool:
@@ -247,8 +251,8 @@ class LLGuidanceMatcher:
     def find_jump_forward_string(self) -> str:
         """Return the text of the next token if only one is allowed, else ""."""
         fill_bitmasks([(self, 0)], torch.empty((1, -(-self._compiled.vocab_size // 32)), dtype=torch.int32))
-        assert self._row is not None
-        token = single_allowed_token(self._row)
+        assert self._cached_row is not None
+        token = single_allowed_token(self._cached_row)
         return "" if token is None else self._compiled.token_text(token)
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> None:
@@ -260,39 +264,42 @@ class LLGuidanceMatcher:
             self._set_failure(self._matcher.get_error())
 
     def _set_failure(self, reason: str) -> None:
-        self._row = None
+        self._cached_row = None
         self._compiled.is_usable = False
         self.failure = limit_error(self._compiled.grammar, reason)
 
     def _add_stop_tokens(self, row: np.ndarray, num_words: int) -> None:
-        """Set the bits of the context's end-of-sequence tokens in a computed row, and cache the row."""
+        """Set or clear the bits of the context's stop tokens in a computed row, and cache the row.
+
+        After a failure, the cached row allows all tokens.
+        """
         self._check_failure()
         if self.failure is not None:
-            self._row = np.full(num_words, 0xFFFFFFFF, dtype=np.uint32)
+            self._cached_row = np.full(num_words, 0xFFFFFFFF, dtype=np.uint32)
             return
         words = row.view(np.uint32)
-        extra_eos = self._compiled.vocab_size
-        words[extra_eos >> 5] &= np.uint32(~(1 << (extra_eos & 31)) & 0xFFFFFFFF)
+        extra_eos_token_id = self._compiled.vocab_size
+        words[extra_eos_token_id >> 5] &= np.uint32(~(1 << (extra_eos_token_id & 31)) & 0xFFFFFFFF)
         may_end = bool(self._stop_token_ids) and self._matcher.is_accepting()
         for token_id in self._stop_token_ids:
             bit = np.uint32(1 << (token_id & 31))
             words[token_id >> 5] = words[token_id >> 5] | bit if may_end else words[token_id >> 5] & ~bit
-        self._row = words[:num_words]
+        self._cached_row = words[:num_words]
 
 
 def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor) -> None:
-    """Write the rows of several matchers into ``bitmask``. Threads of llguidance compute uncached rows.
+    """Write the masks of several matchers into ``bitmask``. Threads of llguidance compute uncached masks.
 
     Args:
         rows: pairs (matcher, index of the row).
         bitmask: ``[R, ceil(V / 32)]`` int32.
     """
     words = bitmask.numpy().view(np.uint32)
-    uncached_matchers = [matcher for matcher, _ in rows if matcher._row is None]
+    uncached_matchers = [matcher for matcher, _ in rows if matcher._cached_row is None]
     if uncached_matchers:
         # A row has V + 1 bits, because llguidance has an additional end-of-sequence token.
-        size = (uncached_matchers[0]._compiled.vocab_size + 32) // 32
-        computed_rows = np.zeros((len(uncached_matchers), size), dtype=np.int32)
+        words_per_row = (uncached_matchers[0]._compiled.vocab_size + 32) // 32
+        computed_rows = np.zeros((len(uncached_matchers), words_per_row), dtype=np.int32)
         if len(uncached_matchers) == 1:
             uncached_matchers[0]._matcher.unsafe_compute_mask_ptr(
                 computed_rows.ctypes.data, computed_rows.nbytes
@@ -301,13 +308,13 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
             pairs = [(matcher._matcher, index) for index, matcher in enumerate(uncached_matchers)]
             executor = uncached_matchers[0]._compiled.executor
             executor.unsafe_compute_mask_ptr(
-                pairs, computed_rows.ctypes.data, 4 * size, len(uncached_matchers)
+                pairs, computed_rows.ctypes.data, 4 * words_per_row, len(uncached_matchers)
             )
         for row, matcher in zip(computed_rows, uncached_matchers, strict=True):
             matcher._add_stop_tokens(row, words.shape[1])
     for matcher, index in rows:
-        assert matcher._row is not None
-        words[index] = matcher._row
+        assert matcher._cached_row is not None
+        words[index] = matcher._cached_row
 
 
 def single_allowed_token(words: np.ndarray) -> int | None:
@@ -320,7 +327,7 @@ def single_allowed_token(words: np.ndarray) -> int | None:
 
 
 def limit_error(grammar: Grammar, message: str) -> InputError:
-    """Return the error for a grammar that exceeds a limit of llguidance."""
+    """Return the error for a grammar that llguidance rejects, usually because it exceeds a limit."""
     text = grammar.text if len(grammar.text) <= 80 else f"{grammar.text[:80]}..."
     reason = message.strip().splitlines()[0] if message.strip() else "no reason given"
     return InputError(

@@ -20,8 +20,8 @@ from penstock.pipelines.core import GrammarMatcher, TextContext
 
 def grammar_bitmask(
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]
-    vocabulary: int,
+    context_indices: np.ndarray,  # [R]
+    vocab_size: int,
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor | None:  # [R, ceil(V / 32)] int32
     """Return a bitmask of the tokens that the grammar of each row allows; None if no context has a grammar.
@@ -29,25 +29,25 @@ def grammar_bitmask(
     The first row of a context is for its next token. Each further row is for the token after one more draft
     token.
 
-    - Rows of contexts without a grammar, or whose grammar is complete, allow all tokens.
+    - Rows of contexts without a grammar, and of contexts whose output has ended, allow all tokens.
     - Other rows forbid the padding ids of the vocabulary, which have no token.
     - Rows after a draft token that the grammar rejects, or that ends the output, allow all tokens. No token
       is sampled from these rows.
-    - Rows whose grammar exceeds a limit allow all tokens. The matcher raises when it receives the sampled
-      token, which ends only that request.
+    - Rows whose grammar exceeds a limit allow all tokens. The matcher's `accept_token` raises an error for
+      the sampled token, and the error ends only the request of the row.
 
     Args:
         contexts: the contexts of the batch.
-        sequences: the index of the context of each row. The rows of a context are adjacent.
-        vocabulary: number of logits.
+        context_indices: the index of the context of each row. The rows of a context are adjacent.
+        vocab_size: number of logits.
         drafts: the draft tokens of each context.
     """
     if all(context.matcher is None for context in contexts):
         return None
-    bitmask = torch.full((len(sequences), -(-vocabulary // 32)), -1, dtype=torch.int32)
-    first_rows = np.flatnonzero(np.diff(sequences, prepend=-1)).tolist()
-    context_indices = [int(sequences[first_row]) for first_row in first_rows]
-    matchers = [contexts[context_index].matcher for context_index in context_indices]
+    bitmask = torch.full((len(context_indices), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    first_rows = np.flatnonzero(np.diff(context_indices, prepend=-1)).tolist()
+    indices_in_batch = [int(context_indices[first_row]) for first_row in first_rows]
+    matchers = [contexts[context_index].matcher for context_index in indices_in_batch]
     rows = [
         (matcher, first_row)
         for matcher, first_row in zip(matchers, first_rows, strict=True)
@@ -59,7 +59,7 @@ def grammar_bitmask(
     for matcher, row in rows:
         if not isinstance(matcher, LLGuidanceMatcher):
             matcher.fill_next_token_bitmask(bitmask, row)
-    for context_index, draft_matcher, first_row in zip(context_indices, matchers, first_rows, strict=True):
+    for context_index, draft_matcher, first_row in zip(indices_in_batch, matchers, first_rows, strict=True):
         if (
             draft_matcher is not None
             and drafts is not None
@@ -74,35 +74,35 @@ def grammar_bitmask(
     return bitmask
 
 
-def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int]:
+def forced_tokens(context: TextContext, max_tokens: int, vocab_size: int) -> list[int]:
     """Return the forced tokens of a context: the next tokens while its grammar allows exactly one token.
 
     Tokens that end the output are not included, so they are sampled as usual.
 
     Args:
         context: the context.
-        limit: maximum number of tokens.
-        vocabulary: number of logits.
+        max_tokens: maximum number of forced tokens.
+        vocab_size: number of logits.
     """
     matcher = context.matcher
     if (
         matcher is None
-        or limit <= 0
+        or max_tokens <= 0
         or matcher.is_terminated()
-        or not (is_next_byte_forced := _is_next_byte_forced(matcher))
+        or not (is_next_text_forced := _is_next_text_forced(matcher))
     ):
         return []
     stop_token_ids = set(matcher.stop_token_ids)
     tokens: list[int] = []
-    mask = _new_row(vocabulary)
+    mask = _new_row(vocab_size)
     with _restoring_state(matcher) as lookahead:
-        while len(tokens) < limit and is_next_byte_forced:
+        while len(tokens) < max_tokens and is_next_text_forced:
             matcher.fill_next_token_bitmask(mask)
-            token = single_allowed_token(_allowed_words(mask, vocabulary))
+            token = single_allowed_token(_allowed_words(mask, vocab_size))
             if token is None or token in stop_token_ids or not lookahead.accept(token):
                 break
             tokens.append(token)
-            is_next_byte_forced = _is_next_byte_forced(matcher)
+            is_next_text_forced = _is_next_text_forced(matcher)
     return tokens
 
 
@@ -142,23 +142,23 @@ def matcher_lookahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
         yield lambda token: lookahead.accept(token) and not matcher.is_terminated()
 
 
-def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
-    return torch.empty((1, -(-vocabulary // 32)), dtype=torch.int32)
+def _new_row(vocab_size: int) -> Tensor:  # [1, ceil(V / 32)] int32
+    return torch.empty((1, -(-vocab_size // 32)), dtype=torch.int32)
 
 
-def _is_next_byte_forced(matcher: GrammarMatcher) -> bool:
-    """Return whether only one next byte is possible. This takes less time than a mask. Usually False."""
+def _is_next_text_forced(matcher: GrammarMatcher) -> bool:
+    """Return whether the grammar forces the next byte (xgrammar) or the next token (llguidance)."""
     try:
         return bool(matcher.find_jump_forward_string())
     except UnicodeDecodeError:  # incomplete UTF-8 at the end of the forced bytes: at least one byte is forced
         return True
 
 
-def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)] uint32
+def _allowed_words(row: Tensor, vocab_size: int) -> np.ndarray:  # [ceil(V / 32)] uint32
     """Return a row of a bitmask as unsigned words. Clears the bits after the vocabulary."""
     words: np.ndarray = row[0].numpy().view(np.uint32)
-    if vocabulary % 32:
-        words[-1] &= np.uint32((1 << vocabulary % 32) - 1)
+    if vocab_size % 32:
+        words[-1] &= np.uint32((1 << vocab_size % 32) - 1)
     return words
 
 
@@ -167,16 +167,15 @@ class _Lookahead:
 
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
-        self.length = 0
+        self.num_accepted = 0
 
     def accept(self, token: int) -> bool:
         try:
             is_accepted = bool(self._matcher.accept_token(token))
-        except (
-            InputError
-        ):  # a limit was exceeded; the matcher raises the error again when the context receives a token
+        except InputError:
+            # A limit was exceeded. The matcher raises the error again when the context receives a token.
             return False
-        self.length += is_accepted
+        self.num_accepted += is_accepted
         return is_accepted
 
 
@@ -186,5 +185,5 @@ def _restoring_state(matcher: GrammarMatcher) -> Iterator[_Lookahead]:
     try:
         yield lookahead
     finally:
-        if lookahead.length:
-            matcher.rollback(lookahead.length)
+        if lookahead.num_accepted:
+            matcher.rollback(lookahead.num_accepted)

@@ -31,11 +31,11 @@ def check_json_schema(schema: object) -> None:
 def check_grammar(grammar: Grammar) -> None:
     """Raise an error if a grammar of any kind is invalid.
 
-    This function does not check EBNF and the formats of structural tags. They are checked when they are
-    compiled.
+    This function does not check EBNF, nor most formats of structural tags. The grammar compiler checks them.
 
     Raises:
         UnsupportedSchemaError: a JSON schema in the grammar has a keyword that is not supported.
+        UnsupportedFeatureError: a structural tag has a field or format that is not supported.
         InputError: the text is not valid for its kind.
     """
     try:

@@ -60,18 +60,19 @@ class _Description(TypedDict):
 
 
 def _token_reader(description: _Description) -> Callable[[str], bytes]:
-    kinds = [decoder["type"] for decoder in _decoders(description.get("decoder"))]
-    if "ByteLevel" in kinds:
+    decoder_types = [decoder["type"] for decoder in _decoders(description.get("decoder"))]
+    if "ByteLevel" in decoder_types:
         return _read_byte_level
-    if description["model"].get("byte_fallback") or "ByteFallback" in kinds:
+    if description["model"].get("byte_fallback") or "ByteFallback" in decoder_types:
         return _read_byte_fallback
-    if "Metaspace" in kinds or any(
+    if "Metaspace" in decoder_types or any(
         decoder.get("pattern") == {"String": "▁"} for decoder in _decoders(description.get("decoder"))
     ):
         return _read_metaspace
+    decoder_names = ", ".join(decoder_types) or "none"
     raise UnsupportedFeatureError(
         "structured output with this tokenizer",
-        f"the bytes of its tokens do not concatenate to the text (decoder: {', '.join(kinds) or 'none'})",
+        f"the bytes of its tokens do not concatenate to the text (decoder: {decoder_names})",
     )
 
 

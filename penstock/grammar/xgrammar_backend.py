@@ -31,7 +31,7 @@ class XGrammarBackend:
         self._config = config
 
     def prepare(self) -> None:
-        """Read the tokenizer. Takes 1 to 2 seconds for a large vocabulary."""
+        """Read the tokenizer. The first call takes 1 to 2 seconds for a large vocabulary."""
         assert self._compiler
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledXGrammar:
@@ -78,8 +78,8 @@ class XGrammarBackend:
             tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stop_token_ids
         )
         # Few threads, so that the model has enough cores. No cache, because Penstock's compiler has one.
-        threads = max((os.cpu_count() or 1) // 4, 1)
-        return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+        num_threads = max((os.cpu_count() or 1) // 4, 1)
+        return xgr.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)
 
 
 class CompiledXGrammar:

@@ -1,1 +1,4 @@
-"""The host process: memory, container limits, signals, garbage collection, progress bars. No torch."""
+"""The host process: memory, container limits, signals, garbage collection, progress bars.
+
+Importing these modules does not import torch.
+"""

@@ -1,4 +1,4 @@
-"""Discovery of implementations of extension points: the modules or packages in a folder."""
+"""Imports all modules or subpackages of a package or folder, to find implementations of extension points."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import ModuleType
 
 
 def modules_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleType]:
-    """Import and yield the modules of a package and of further folders.
+    """Import and yield the modules and subpackages of a package and of further folders.
 
-    Modules whose names begin with an underscore are left out.
+    Those whose names begin with an underscore are left out.
 
     Args:
         package: name of the package.
-        folders: folders that belong to no package.
+        folders: folders outside the package, on which no ``__init__.py`` is run.
     """
     for parent in (package, *map(_as_package, folders)):
         for module in iter_modules(import_module(parent).__path__):
@@ -31,7 +31,7 @@ def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTy
 
     Args:
         package: name of the package.
-        folders: folders that belong to no package.
+        folders: folders outside the package, on which no ``__init__.py`` is run.
     """
     for parent in (package, *map(_as_package, folders)):
         for module in iter_modules(import_module(parent).__path__):
@@ -40,7 +40,7 @@ def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTy
 
 
 def _as_package(folder: Path) -> str:
-    """Create a package whose modules are the files of a folder, unless it exists. Return its name."""
+    """Return the name of a package whose modules are the files of a folder. The first call creates it."""
     folder = folder.resolve()
     name = f"penstock_found_{blake2b(str(folder).encode(), digest_size=6).hexdigest()}"
     if name not in sys.modules:

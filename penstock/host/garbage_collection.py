@@ -1,4 +1,4 @@
-"""Garbage collection during imports and loads."""
+"""Disables the garbage collector during imports and loads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable garbage collection during imports and loads.
+    """Context manager that disables the garbage collector in its block, for imports and loads.
 
-    Imports and loads create many long-lived objects. The collector would traverse them repeatedly, which
-    takes a fifth of the start-up time of a small model.
+    Imports and loads create many long-lived objects. An enabled collector traverses these objects repeatedly,
+    which takes a fifth of the start-up time of a small model.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,5 +22,5 @@ def gc_disabled() -> Iterator[None]:
         if was_enabled:
             if not gc.get_freeze_count():
                 gc.freeze()
-                gc.unfreeze()  # moves all objects to the oldest generation without traversing them
+                gc.unfreeze()  # after freeze(): moves all objects to the oldest generation, untraversed
             gc.enable()

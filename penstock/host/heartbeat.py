@@ -1,8 +1,8 @@
 """A progress counter of this process that another process can read.
 
 Long-running code calls `beat` after each part of its work, such as a layer, a tensor that was read, or a
-weight that was packed. The kernels increment the same counter. A process in a long step and a process that
-hangs both answer no messages. The supervisor distinguishes them by this counter.
+weight that was packed. The kernels increment the same counter. A worker answers no messages during a long
+step, and none when it hangs. The supervisor distinguishes the two cases by this counter.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _SIZE = ctypes.sizeof(ctypes.c_int64)
 
 
 class ProgressFile:
-    """A counter in a file. One process increments it by `beat`, and another process reads it.
+    """The reader's side of a counter in a file. Another process publishes to the file and calls `beat`.
 
     Args:
-        path: path of the file, which is created.
+        path: path of the file. The constructor creates it.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,9 +42,10 @@ _counter = ctypes.c_int64()
 
 
 def publish(path: str) -> None:
-    """Move the counter of this process to a `ProgressFile`.
+    """Make `beat` count in the file of a `ProgressFile` from now on.
 
-    Call it before the kernels are opened, because they receive the counter's address only once.
+    Must be called before the kernel library is opened, because the library receives the counter's address
+    only once.
     """
     global _counter
     with open(path, "r+b") as file:
@@ -52,7 +53,7 @@ def publish(path: str) -> None:
 
 
 def beat() -> None:
-    """Increment the counter. A call takes 50 ns. Two concurrent calls may count as one."""
+    """Increment the counter of this process. A call takes 50 ns. Two concurrent calls may count as one."""
     _counter.value += 1
 
 

@@ -13,24 +13,25 @@ from types import FrameType
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Defer the `KeyboardInterrupt` of a Ctrl-C to the end of the block; a second Ctrl-C raises at once.
 
-    Yields a function that raises a deferred `KeyboardInterrupt`. A long block calls it at safe points. If the
-    block raises an exception, a deferred `KeyboardInterrupt` is dropped. Does nothing outside the main
-    thread, inside another such block, or if the program has its own handler.
+    Yields a function that raises the deferred `KeyboardInterrupt`, if any. A long block calls this function
+    at safe points. If the block raises an exception, the deferred `KeyboardInterrupt` is dropped. The context
+    manager has no effect outside the main thread, inside another block of `deferred_interrupts`, or if the
+    program has set its own SIGINT handler.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield lambda: None
         return
-    num_caught = 0
+    num_interrupts = 0
 
     def defer(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal num_caught
-        num_caught += 1
-        if num_caught > 1:
+        nonlocal num_interrupts
+        num_interrupts += 1
+        if num_interrupts > 1:
             raise KeyboardInterrupt
 
     def raise_deferred() -> None:
-        if num_caught:
+        if num_interrupts:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, defer)

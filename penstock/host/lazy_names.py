@@ -1,4 +1,4 @@
-"""Lazy names of a package: imported on first use, so that importing the package is cheap."""
+"""Names that a package imports from its modules on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy_names(module: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a module, which imports a name on its first use.
+def lazy_names(package: str, modules_by_name: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a ``__getattr__`` for a package, which imports the module that defines the requested name.
 
     Args:
-        module: the name of the module.
-        modules: name -> the module that defines the name.
+        package: name of the package, for error messages.
+        modules_by_name: name -> the module that defines it.
     """
 
     def __getattr__(name: str) -> object:
-        if name not in modules:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(import_module(modules[name]), name)
+        if name not in modules_by_name:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules_by_name[name]), name)
 
     return __getattr__

@@ -1,8 +1,9 @@
-"""Host memory in huge pages, and memory that a thread prefaults before a load needs it.
+"""Host memory in huge pages, prefaulted memory for the packed weights of a load, and memory reservations.
 
-The system allocates and clears a page on its first access. If a virtual machine has returned free memory to
-its host, the host must allocate the page again, which takes many times as long. While the imports of
-libraries use one core, `PrefaultedMemory` touches the memory for the packed weights on another core.
+The system allocates and clears a page on the first access to the page. If a virtual machine has returned free
+memory to its host, the host must also allocate memory for the page, which takes many times as long. While the
+imports of libraries use one core, `PrefaultedMemory` touches the memory for the packed weights on another
+core.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ if TYPE_CHECKING:
 
 _HUGE_PAGE = 2 << 20
 CACHE_LINE = 64
-"""Size of a cache line in bytes. Aligned vector loads from memory that starts on a cache line read one line
-only."""
+"""Size of a cache line in bytes. An aligned vector load from an array that starts on a cache line reads only
+one cache line."""
 _MADV_POPULATE_WRITE = 23
-"""The advice of Linux 5.14 and later; the module `mmap` has no name for it."""
+"""MADV_POPULATE_WRITE of Linux 5.14 and later. Python's `mmap` does not define this constant."""
 _PREFAULT_STEP = 16 << 20
-"""Bytes that the thread prefaults per step. The first allocation stops the thread, and waits for one step at
-most."""
+"""Bytes that the thread of `PrefaultedBuffer` touches between two checks whether it must stop."""
 
 
 def advise_huge_pages(pages: mmap.mmap) -> None:
@@ -40,13 +40,13 @@ def advise_huge_pages(pages: mmap.mmap) -> None:
 
 
 def huge_pages(num_bytes: int) -> Bytes:
-    """Return at least ``num_bytes`` bytes, starting on a huge page. A first write allocates a page."""
+    """Return ``num_bytes`` bytes or more, starting on a huge page. The first write to a page allocates it."""
     pages, start = _map(num_bytes)
     return _view(pages)[start:]
 
 
 def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return a mapping and the offset of its first huge page. At least ``num_bytes`` bytes start there."""
+    """Return a mapping, and the offset in it from which ``num_bytes`` bytes or more start on a huge page."""
     rounded_size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     pages = mmap.mmap(-1, rounded_size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(pages)
@@ -63,7 +63,8 @@ def _view(pages: mmap.mmap) -> Bytes:
 def discard_pages(address: int, num_bytes: int) -> None:
     """Fill a range of private memory with zeros.
 
-    Its whole pages are returned to the system until the next write, if the system supports it.
+    If the system supports it, pages that lie entirely in the range are returned to the system. The next write
+    to such a page allocates it again.
     """
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + num_bytes) // page * page
@@ -73,7 +74,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
     ctypes.memset(address, 0, begin - address)
     ctypes.memset(end, 0, address + num_bytes - end)
     if not _advise(begin, end, mmap.MADV_DONTNEED):
-        ctypes.memset(begin, 0, end - begin)  # madvise fails for locked memory, for example
+        ctypes.memset(begin, 0, end - begin)  # madvise(2) fails for locked memory, for example
 
 
 def populate_pages(address: int, num_bytes: int) -> bool:
@@ -82,8 +83,8 @@ def populate_pages(address: int, num_bytes: int) -> bool:
     Later writes to these pages cause no page faults (madvise(2), MADV_POPULATE_WRITE).
 
     Returns:
-        Whether the pages are allocated. False if the system has no such call (Linux before 5.14, other
-        systems) or no memory.
+        Whether the pages are allocated. False if the system lacks MADV_POPULATE_WRITE (Linux before 5.14,
+        other systems) or has too little memory.
     """
     if sys.platform != "linux":
         return False
@@ -93,18 +94,18 @@ def populate_pages(address: int, num_bytes: int) -> bool:
 
 
 def _advise(begin: int, end: int, advice: int) -> bool:
-    """Call madvise(2) for the pages of an address range. Return whether it succeeded."""
+    """Call madvise(2) for the pages of an address range. Return whether the call succeeded."""
     failed: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
     return not failed
 
 
 class PrefaultedBuffer:
-    """Memory that a thread touches page by page until the first allocation from it.
+    """Memory that a thread prefaults page by page, until the first allocation from the buffer.
 
-    Allocated parts stay with their owner. `close` returns the rest to the system.
+    An allocated part stays valid as long as it is referenced. `close` returns the other parts to the system.
 
     Args:
-        num_bytes: size of the buffer.
+        num_bytes: size of the buffer, rounded up to huge pages.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -124,7 +125,8 @@ class PrefaultedBuffer:
     def allocate(self, num_bytes: int) -> Bytes | None:
         """Return the next ``num_bytes`` bytes, aligned to a cache line, or None if fewer remain.
 
-        Stops the thread, so that packing has all cores.
+        The first call stops the prefaulting thread, so that the packing of weights can use all cores. The
+        returned bytes may therefore be prefaulted only in part.
         """
         with self._lock:
             self._stop()
@@ -157,18 +159,18 @@ class PrefaultedBuffer:
 
 
 class PrefaultedMemory:
-    """The prefaulted memory of one load, for its packed weights.
+    """The prefaulted memory for the packed weights of one load.
 
     At the end of a ``with`` block, unallocated memory is returned to the system.
 
     Args:
-        num_bytes: size; with 0, or if the system refuses the mapping, nothing is prefaulted.
+        num_bytes: size of the memory. With 0, or if the system refuses the mapping, nothing is prefaulted.
     """
 
     def __init__(self, num_bytes: int = 0) -> None:
         self._buffer: PrefaultedBuffer | None = None
         if num_bytes:
-            with suppress(OSError):  # the load continues with smaller mappings, which may succeed
+            with suppress(OSError):  # without the buffer, the load maps each packed weight separately
                 self._buffer = PrefaultedBuffer(num_bytes)
 
     @property
@@ -177,7 +179,7 @@ class PrefaultedMemory:
         return self._buffer.num_idle if self._buffer is not None else 0
 
     def allocate(self, num_bytes: int) -> Bytes | None:
-        """Return ``num_bytes`` bytes, or None if too few remain. They may be only partly prefaulted."""
+        """Return ``num_bytes`` bytes, or None if fewer remain; see `PrefaultedBuffer.allocate`."""
         return self._buffer.allocate(num_bytes) if self._buffer is not None else None
 
     def release(self) -> None:
@@ -194,7 +196,7 @@ class PrefaultedMemory:
 
 
 class MemoryReservation:
-    """Bytes that will be allocated later; see `MemoryReservations.reserve`."""
+    """A number of bytes that the owner will allocate later; see `MemoryReservations.reserve`."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -205,7 +207,7 @@ class MemoryReservation:
 
 
 class MemoryReservations:
-    """Memory of this process that will be allocated later and is not counted as free until then.
+    """The reservations of this process: memory that will be allocated later and does not count as free.
 
     A reservation ends when its owner ends it or is garbage-collected.
     """
@@ -216,12 +218,12 @@ class MemoryReservations:
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the reservations that have not ended."""
+        """Total bytes of the reservations that have not ended."""
         with self._lock:
             return sum(reservation.num_bytes for reservation in self._reservations)
 
     def reserve(self, num_bytes: int) -> MemoryReservation:
-        """Reserve memory until the returned reservation is ended or no longer referenced."""
+        """Reserve memory until the caller ends the returned reservation or no longer references it."""
         reservation = MemoryReservation(num_bytes)
         with self._lock:
             self._reservations.add(reservation)

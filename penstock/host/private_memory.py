@@ -1,8 +1,8 @@
 """A limit on the private memory of this process, beyond which allocations fail.
 
-The limit is ``RLIMIT_DATA`` of Linux, which counts private writable pages. Linux also counts files that are
-mapped privately, such as weights, although nothing writes to them. Therefore ``RLIMIT_DATA`` is set to the
-configured limit plus the size of the files that are mapped privately and writable.
+The limit is enforced by ``RLIMIT_DATA`` of Linux, which counts private writable mappings. These include files
+that are mapped privately and writable, such as weights, although nothing writes to them. Therefore
+``RLIMIT_DATA`` is set to the configured limit plus the size of these files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ALLOCATION_FAILURES = (
     "bad_alloc",
     "can't start new thread",
 )
-"""Messages of exceptions other than MemoryError that report failed allocations, from torch, ld.so and
-threads."""
+"""Parts of the messages of exceptions that report a failed allocation but are no MemoryError: exceptions of
+torch, the dynamic loader and the start of threads."""
 
 
 def limit() -> int | None:
-    """Return the limit in bytes, or None without a limit."""
+    """Return the limit on private memory in bytes, or None without a limit."""
     return _limit
 
 
@@ -56,7 +56,7 @@ def free() -> int | None:
 
 @contextmanager
 def allow_mapping(num_bytes: int) -> Iterator[None]:
-    """Raise ``RLIMIT_DATA`` by ``num_bytes`` inside the block, which maps a file of this size.
+    """Increase ``RLIMIT_DATA`` by ``num_bytes`` in the block, so that the block can map a file of this size.
 
     Does nothing without a limit.
     """
@@ -71,19 +71,22 @@ def allow_mapping(num_bytes: int) -> Iterator[None]:
 
 
 def exempt_mapped_files() -> None:
-    """Set ``RLIMIT_DATA`` to the limit plus the size of the mapped files. Does nothing without a limit."""
+    """Set ``RLIMIT_DATA`` to the limit plus the current size of the privately mapped, writable files.
+
+    Does nothing without a limit.
+    """
     if _limit is not None:
         _set_rlimit(_limit + _mapped_bytes())
 
 
 def is_exceeded(error: BaseException) -> bool:
-    """Return whether a limit is set and an error, or one of its causes, reports a failed allocation."""
+    """Return whether a limit is set, and ``error`` or one of its causes reports a failed allocation."""
     cause: BaseException | None = error if _limit is not None else None
     while cause is not None:
-        has_no_memory = isinstance(cause, MemoryError) or (
+        is_memory_error = isinstance(cause, MemoryError) or (
             isinstance(cause, OSError) and cause.errno == errno.ENOMEM
         )
-        if has_no_memory or any(message in str(cause) for message in _ALLOCATION_FAILURES):
+        if is_memory_error or any(message in str(cause) for message in _ALLOCATION_FAILURES):
             return True
         cause = cause.__cause__
     return False
@@ -101,7 +104,7 @@ def limit_error_for_requests() -> InsufficientMemoryError:
 
 
 def limit_error_for_load() -> ConfigError:
-    """Return the error for a load that reached the limit."""
+    """Return the error for a load of a model that reached the limit."""
     size = f"{_limit or 0:,} bytes"
     return ConfigError(
         "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise the limit"
@@ -113,12 +116,12 @@ def _set_rlimit(num_bytes: int) -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the bytes of files that are mapped privately and writable."""
+    """Return the total size of the files that are mapped privately and writable, in bytes."""
     size = 0
     # A line is like "7f00-7f10 rw-p 00000000 08:01 1234 /path".
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *_ = line.split(maxsplit=5)
         if access[1] == "w" and access[3] == "p" and inode != "0":
-            first, last = addresses.split("-")
-            size += int(last, 16) - int(first, 16)
+            start, end = addresses.split("-")
+            size += int(end, 16) - int(start, 16)
     return size

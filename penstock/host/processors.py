@@ -1,4 +1,4 @@
-"""The processors of this machine, and their division among worker processes."""
+"""The processors of this machine, and their division among worker processes or ranks."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ class ProcessorShare:
     """The processors of one process."""
 
     processors: tuple[int, ...]
-    """The ids of the processors that its threads may use."""
+    """The ids of the processors that the threads of the process may use."""
     num_threads: int
-    """The number of its compute threads."""
+    """The number of compute threads of the process."""
 
     def __str__(self) -> str:
         threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
         return f"processors {format_processors(self.processors)}, {threads}"
 
 
-def divide_processors(count: int) -> tuple[ProcessorShare, ...]:
-    """Divide the processors that this process may use into ``count`` shares.
+def divide_processors(num_shares: int) -> tuple[ProcessorShare, ...]:
+    """Divide the processors that this process may use into ``num_shares`` shares.
 
-    Shares are disjoint, and their sizes differ by at most one processor. As far as the numbers allow, the
-    processors of a share belong to one NUMA node, and the hardware threads of a core are in the same share.
-    With more shares than processors, each share has one processor, and several shares have the same one. A
-    CPU limit of the control group reduces the number of threads, to at least 1 per share, not the number of
-    processors.
+    The sizes of two shares differ by at most one processor. If these sizes permit, the processors of a share
+    belong to one NUMA node, and the hardware threads of a core belong to one share. Shares are disjoint
+    unless there are more shares than processors. In this case each share has one processor, and several
+    shares have the same one. A CPU limit of the control group reduces the number of threads of a share, to at
+    least 1, but not the number of its processors.
     """
-    assert count >= 1, f"{count} shares"
+    assert num_shares >= 1, f"{num_shares} shares"
     available_processors = _sort_by_distance(os.sched_getaffinity(0))
     cpu_limit = limits.cores()
-    num_threads = (
+    total_threads = (
         len(available_processors)
         if cpu_limit is None
         else min(len(available_processors), max(int(cpu_limit), 1))
     )
-    thread_counts = [max(len(numbers), 1) for numbers in _split(range(num_threads), count)]
-    processor_groups = _split(available_processors, count)
+    thread_counts = [max(len(threads), 1) for threads in _split(range(total_threads), num_shares)]
+    processor_groups = _split(available_processors, num_shares)
     return tuple(
         ProcessorShare(
             tuple(processors) or (available_processors[index % len(available_processors)],), num_threads
@@ -61,9 +61,10 @@ def pin(processors: Iterable[int]) -> None:
 
 
 def numa_nodes() -> dict[int, tuple[int, ...]]:
-    """Return the processors of each NUMA node that has processors.
+    """Return the processors of each NUMA node that has processors, by the number of the node.
 
-    If the system reports no such node, returns a node 0 with the processors that this process may use.
+    If the system reports no node with processors, returns a node 0 with the processors that this process may
+    use.
     """
     nodes = {}
     for folder in _NODES.glob("node[0-9]*"):
@@ -78,7 +79,7 @@ def numa_nodes() -> dict[int, tuple[int, ...]]:
 
 
 def parse_processors(text: str) -> tuple[int, ...]:
-    """Parse a list of processors in the kernel's notation.
+    """Parse a list of processors in the notation of the Linux kernel.
 
     >>> parse_processors("0-2,8")
     (0, 1, 2, 8)
@@ -91,29 +92,31 @@ def parse_processors(text: str) -> tuple[int, ...]:
 
 
 def format_processors(processors: Iterable[int]) -> str:
-    """Return a list of processors in the kernel's notation.
+    """Return a list of processors in the notation of the Linux kernel.
 
     >>> format_processors([0, 1, 2, 8])
     '0-2,8'
     """
-    parts: list[str] = []
-    numbers = sorted(processors)
-    while numbers:
-        first = last = numbers.pop(0)
-        while numbers and numbers[0] == last + 1:
-            last = numbers.pop(0)
-        parts.append(str(first) if first == last else f"{first}-{last}")
-    return ",".join(parts)
+    range_texts: list[str] = []
+    remaining_processors = sorted(processors)
+    while remaining_processors:
+        first = last = remaining_processors.pop(0)
+        while remaining_processors and remaining_processors[0] == last + 1:
+            last = remaining_processors.pop(0)
+        range_texts.append(str(first) if first == last else f"{first}-{last}")
+    return ",".join(range_texts)
 
 
 def _sort_by_distance(processors: Iterable[int]) -> list[int]:
-    """Sort processors by NUMA node, then by core, so that adjacent processors in the list are close."""
-    node_of = {number: node for node, numbers in numa_nodes().items() for number in numbers}
-    return sorted(processors, key=lambda number: (node_of.get(number, 0), _core_id(number), number))
+    """Sort processors by NUMA node, then by core, so that neighbors in the list share a core or a node."""
+    node_of = {processor: node for node, members in numa_nodes().items() for processor in members}
+    return sorted(
+        processors, key=lambda processor: (node_of.get(processor, 0), _core_id(processor), processor)
+    )
 
 
 def _core_id(processor: int) -> tuple[int, int]:
-    """Return (package, core) of a processor, or (0, its own id) if the system does not report them."""
+    """Return the ids of a processor's package and core, or (0, ``processor``) if the system reports none."""
     folder = _PROCESSORS / f"cpu{processor}" / "topology"
     try:
         return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())
@@ -121,8 +124,8 @@ def _core_id(processor: int) -> tuple[int, int]:
         return 0, processor
 
 
-def _split(items: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Split a list into ``count`` parts whose lengths differ by at most one; longer parts come first."""
-    size, num_longer = divmod(len(items), count)
-    starts = [index * size + min(index, num_longer) for index in range(count + 1)]
-    return [items[start:end] for start, end in pairwise(starts)]
+def _split(items: Sequence[int], num_parts: int) -> list[Sequence[int]]:
+    """Split a list into ``num_parts`` parts whose lengths differ by at most one; longer parts come first."""
+    min_length, num_longer_parts = divmod(len(items), num_parts)
+    boundaries = [index * min_length + min(index, num_longer_parts) for index in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(boundaries)]

@@ -1,4 +1,4 @@
-"""Profiles of the steps of a worker, written as files."""
+"""Records profiles of a worker's steps in files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Records the Python function calls of steps, and the operations of torch, between `start` and `stop`.
+    """Profiles the steps between `start` and `stop`: Python function calls, and operations of torch.
 
-    `stop` writes two files into the folder: ``NAME-TIME.pstats`` for `pstats`, and ``NAME-TIME.trace.json``
-    for Perfetto or ``chrome://tracing``, in which each step is a range.
+    `stop` writes two files into the folder: ``NAME-TIME.pstats`` with the function calls, for `pstats`, and
+    ``NAME-TIME.trace.json`` with the operations, for Perfetto or ``chrome://tracing``. Each step is a range
+    of the trace.
 
     Args:
-        folder: the folder; created on demand.
+        folder: the folder of the files. `start` creates it.
         name: the beginning of the file names.
     """
 
@@ -36,7 +37,7 @@ class StepProfiler:
         """Start recording.
 
         Raises:
-            InputError: a profile is being recorded, or the folder cannot be created.
+            InputError: a profile is already being recorded, or the folder cannot be created.
         """
         if self._calls is not None:
             raise InputError("a profile is being recorded already: stop it first")
@@ -74,7 +75,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the block as a step, if a profile is being recorded."""
+        """Context manager that records its block as a step if a profile is being recorded."""
         if self._calls is None:
             yield
             return

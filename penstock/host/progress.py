@@ -18,16 +18,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_MIN_LOAD = 256 << 20  # bytes; a smaller load ends before a user can read the bar
+_MIN_LOAD_BYTES = 256 << 20
+"""Loads of fewer bytes have no bar, because they end before a user can read it."""
 
 
 class LoadingProgress:
-    """A progress bar over the bytes of a checkpoint that are loaded or checked. It is removed at the end.
+    """A progress bar for loading or checking a checkpoint, in bytes. The bar is removed at the end.
 
     Loads of less than 256 MiB have no bar.
 
     Args:
-        num_bytes: total number of bytes.
+        num_bytes: total number of bytes of the load.
         title: text before the bar.
     """
 
@@ -40,12 +41,12 @@ class LoadingProgress:
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
-            disable=num_bytes < _MIN_LOAD or not _is_terminal(),
+            disable=num_bytes < _MIN_LOAD_BYTES or not _is_terminal(),
         )
         self._task = self._bar.add_task(title, total=num_bytes)
 
     def advance(self, num_bytes: int) -> None:
-        """Add the bytes of a tensor, or of a part of a file."""
+        """Advance the bar by the bytes of a tensor, or of a part of a file."""
         if not self._bar.disable:
             self._bar.update(self._task, advance=num_bytes)
 
@@ -54,17 +55,17 @@ class LoadingProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
 
 
 class GenerationProgress:
-    """A progress bar over finished prompts, with the number of tokens per second.
+    """A progress bar that counts finished prompts and shows the tokens per second.
 
     Args:
         num_prompts: total number of prompts.
-        shown: whether to draw the bar. It is drawn only if standard error is a terminal.
+        shown: whether to draw the bar. Even then, it is drawn only if standard error is a terminal.
     """
 
     def __init__(self, num_prompts: int, *, shown: bool = True) -> None:
@@ -84,7 +85,7 @@ class GenerationProgress:
         self._task = self._bar.add_task("prompts", total=num_prompts, speed="")
 
     def advance(self, *, num_tokens: int, num_prompts: int) -> None:
-        """Add the tokens of one step, and the prompts that it finished."""
+        """Advance the bar by the tokens that a step generated and the prompts that the step finished."""
         if self._bar is None:
             return
         self._num_tokens += num_tokens
@@ -97,7 +98,7 @@ class GenerationProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
         KVCacheInputs,
         KVGroupInputs,
         LayerKV,
+        LayerState,
         LoRAInputs,
         SamplingInputs,
+        StateInputs,
     )
     from penstock.kernels.lazy_weight import LazyWeight
     from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, unpack_linear
@@ -55,6 +57,7 @@ __all__ = [
     "KVGroupInputs",
     "LayerKV",
     "LayerRole",
+    "LayerState",
     "LazyWeight",
     "LinearEncoding",
     "LinearSlice",
@@ -68,6 +71,7 @@ __all__ = [
     "SamplingInputs",
     "ScoreRouting",
     "SparseMixer",
+    "StateInputs",
     "StepInputs",
     "SubmittedWork",
     "encoding_named",
@@ -92,7 +96,15 @@ _NAMES_BY_MODULE = {
     "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
     "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
     "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),
-    "penstock.kernels.inputs": ("KVCacheInputs", "KVGroupInputs", "LayerKV", "LoRAInputs", "SamplingInputs"),
+    "penstock.kernels.inputs": (
+        "KVCacheInputs",
+        "KVGroupInputs",
+        "LayerKV",
+        "LayerState",
+        "LoRAInputs",
+        "SamplingInputs",
+        "StateInputs",
+    ),
     "penstock.kernels.lazy_weight": ("LazyWeight",),
     "penstock.kernels.linear": ("LinearSlice", "PackedLinear", "pack_linear", "unpack_linear"),
     "penstock.kernels.ops": ("OPERATIONS", "Gating", "Ops"),

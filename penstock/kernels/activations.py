@@ -1,4 +1,4 @@
-"""Activation functions: names, and the parameters of xIELU."""
+"""The names of the activation functions, and the parameters of xIELU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-"""The activation functions without parameters; ``relu2`` is the square of ``relu``."""
+"""The activation functions without parameters. ``relu2(x)`` is ``relu(x)**2``."""
 
 
 @dataclass(frozen=True, slots=True)

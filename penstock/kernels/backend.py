@@ -1,6 +1,6 @@
-"""Kernel back ends: one folder each in this package, described by the `BACKEND` record in its ``__init__``.
+"""Kernel back ends. A back end is a folder of this package whose ``__init__`` defines a `BACKEND` record.
 
-Importing this module and the records loads no torch. `Backend.load` imports the kernels.
+Importing this module or a `BACKEND` record does not import torch. `Backend.load` imports the kernels.
 """
 
 from __future__ import annotations
@@ -54,55 +54,56 @@ def _no_queue(ops: Ops) -> DeviceQueue | None:
     return None
 
 
-def _count_bytes(bits: int, in_features: int) -> int:
+def _default_row_bytes(bits: int, in_features: int) -> int:
     return in_features * -(-bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """The description of a kernel back end, available before its code is loaded."""
+    """The description of a kernel back end. Creating it does not import the kernels."""
 
     name: str
     """Value of the ``kernels`` setting that selects this back end."""
-    sizes: Mapping[str, DefaultSizes]
+    default_sizes: Mapping[str, DefaultSizes]
     """Default sizes by device type (``cpu``, ``gpu``). The back end supports the device types listed here."""
     load: Callable[[], Ops | None]
-    """Return the operations; None if a library or instruction set is missing on this machine."""
+    """Return the operations; None if this machine lacks the library, device or instruction set they need."""
     variants: Callable[[], Sequence[Ops]]
-    """Return one instance per variant that this machine can run (per instruction set), for the tests."""
+    """Return one `Ops` per variant, for example per instruction set, that this machine can run. For tests."""
     priority: int
-    """The back end with the highest priority runs, unless the configuration names one.
+    """Of the back ends that can run on the device, the one with the highest priority is the default.
 
     The reference back end has priority 0.
     """
     layout: str = "rows"
     """Name of the memory layout of packed weights; equals `Ops.layout` of its operations."""
-    row_bytes: Callable[[int, int], int] = _count_bytes
+    row_bytes: Callable[[int, int], int] = _default_row_bytes
     """Return the bytes of the weights of one output, without scales.
 
-    The arguments are the bits per weight and the number of inputs. By default each weight takes whole bytes.
+    The arguments are the bits per weight and the number of inputs. The default rounds each weight up to whole
+    bytes.
     """
     graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
-    """Return the compiler for steps of these operations; None if they cannot be compiled."""
+    """Return the compiler for steps of these operations; None if steps cannot be compiled."""
     queue: Callable[[Ops], DeviceQueue | None] = _no_queue
-    """Return the queue of the device if operations run asynchronously; else None."""
+    """Return the queue of the device; None if operations run synchronously."""
 
     memory: Callable[[Ops, torch.device], DeviceMemory | None] = _no_memory
     """Return the memory counter of a device with separate memory; None for host memory."""
 
     @property
     def packs_weights(self) -> bool:
-        """Whether this back end packs weights into a special layout, which can be cached in a file."""
+        """Whether this back end packs weights into a layout other than rows, which a file can cache."""
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight: at least the size of the panels of its encoding."""
-        extra = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
-        return encoding.num_bytes(out_features, in_features) + out_features * max(extra, 0)
+        """Return the bytes of a packed weight in this back end's layout; at least the bytes of its panels."""
+        extra_row_bytes = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
+        return encoding.num_bytes(out_features, in_features) + out_features * max(extra_row_bytes, 0)
 
 
 class BackendRegistry:
-    """The back ends in the folders of this package and in further folders, and those added by `register`.
+    """The back ends of this package, of further folders, and those added by `register`.
 
     Args:
         folders: folders to search besides Penstock's own; each holds one package per back end.
@@ -129,12 +130,12 @@ class BackendRegistry:
         self._registered[backend.name] = backend
 
     def candidates(self, device_type: str, name: str | None = None) -> tuple[Backend, ...]:
-        """Return the back ends for a device type, highest priority first. A name selects one back end.
+        """Return the back ends for a device type, highest priority first. With a name, return only that one.
 
         Raises:
-            ConfigError: no back end runs on the device type, or none of these has the given name.
+            ConfigError: no back end supports the device type, or none that supports it has the given name.
         """
-        usable = [backend for backend in self.backends if device_type in backend.sizes]
+        usable = [backend for backend in self.backends if device_type in backend.default_sizes]
         named = [backend for backend in usable if name in (None, backend.name)]
         if not named:
             names = ", ".join(backend.name for backend in usable)
@@ -147,13 +148,13 @@ class BackendRegistry:
         Raises:
             ConfigError: see `candidates`.
         """
-        return self.candidates(device_type, name)[0].sizes[device_type]
+        return self.candidates(device_type, name)[0].default_sizes[device_type]
 
     def open(self, device_type: str, name: str | None = None) -> tuple[Backend, Ops]:
-        """Load the first of `candidates` that runs on this machine. Returns its record and its operations.
+        """Load the first of `candidates` that can run on this machine. Return its record and its operations.
 
         Raises:
-            ConfigError: see `candidates`; or the named back end cannot be loaded.
+            ConfigError: see `candidates`; or none of the candidates can run on this machine.
         """
         for backend in self.candidates(device_type, name):
             ops = backend.load()
@@ -180,7 +181,7 @@ BACKENDS = BackendRegistry()
 
 
 def _make_package(folder: Path) -> str:
-    """Create a package that contains the modules of a folder, and return its name."""
+    """Add a package with the modules of a folder to `sys.modules`. Return the package name."""
     folder = folder.resolve()
     digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
     name = f"penstock_kernels_{digest}"

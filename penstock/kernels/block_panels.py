@@ -1,22 +1,23 @@
 """The panel layout of the block encodings, with N outputs and K inputs.
 
-The tensor ``panels`` is ``[ceil(N / 64), ceil(K / unit), bytes]`` uint8, little-endian. The last dimension is
-a unit of 64 outputs. The encoding determines the number of inputs of a unit:
+The tensor ``panels`` is ``[ceil(N / 64), ceil(K / unit), bytes]`` uint8, little-endian. The last dimension
+holds the weights of a unit: 64 outputs and ``unit`` inputs. The encoding determines ``unit``:
 
 * 32 inputs: one group,
 * 64 inputs: 2 groups, then 64 float32 scales,
-* 256 inputs: 8 groups, then the 64 float16 factors of the scales, then the 64 factors of the minima, if any.
+* 256 inputs: 8 groups, then 64 float16 factors that multiply the scales. If the encoding has minima, 64
+  float16 factors that multiply the minima follow.
 
 A group has 32 inputs of 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
 * for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
 * for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Byte j of a
-  word has the high bits of the inputs j, j + 4, j + 8 and j + 12, lowest first,
-* the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima ``[64]``, unless the scales follow
-  the groups of the unit.
+  word has the high bits of the inputs j, j + 4, j + 8 and j + 12, from the lowest bits up,
+* except in units of 64 inputs: the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima
+  ``[64]`` if the encoding has minima.
 
-Padding is 0. If each output has a further scale, the tensor ``scales`` contains these scales.
+Padding is 0. The tensor ``scales`` contains the row scales ``[N]`` of encodings that have them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _HIGH_BIT_SHIFTS = torch.tensor(
 
 
 class BlockPanels(PanelLayout):
-    """Codes in groups of 32 inputs. Scales and minima follow each group, or each unit of groups."""
+    """Codes in groups of 32 inputs. Scales follow each group, or each unit of two groups."""
 
     dtype = DType.uint8
 
@@ -55,11 +56,11 @@ class BlockPanels(PanelLayout):
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         kind, codes = self._kind, rows["weight"]
-        missing, padding = -len(codes) % PANEL, -codes.shape[1] % kind.unit
-        padded = F.pad(codes, (0, padding, 0, missing))
+        extra_rows, padding = -len(codes) % PANEL, -codes.shape[1] % kind.unit
+        padded = F.pad(codes, (0, padding, 0, extra_rows))
         groups = padded.view(-1, PANEL, padded.shape[1] // GROUP, GROUP).transpose(1, 2)  # [P, G, 64, 32]
-        steps = (groups & 15).reshape(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)
-        parts = [(steps[..., 0] | steps[..., 1] << 4).flatten(2)]  # [P, G, 1024]
+        pairs_of_codes = (groups & 15).reshape(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)
+        parts = [(pairs_of_codes[..., 0] | pairs_of_codes[..., 1] << 4).flatten(2)]  # [P, G, 1024]
         high = (groups >> 4).long()
         if kind.bits == 5:
             parts.append(_split_words((high << FIFTH_BITS.flatten()).sum(-1)))
@@ -69,9 +70,9 @@ class BlockPanels(PanelLayout):
         units = padded.shape[1] // kind.unit
         for name, size in (("scales", kind.scaled_inputs), ("minima", GROUP)):
             if name in rows and size <= GROUP:
-                parts.append(_to_bytes(rows[name], missing, padded.shape[1] // GROUP, GROUP // size))
+                parts.append(_to_bytes(rows[name], extra_rows, padded.shape[1] // GROUP, GROUP // size))
         records = torch.cat(parts, dim=2).view(len(groups), units, -1)
-        factors = [_to_bytes(rows[name], missing, units, 1) for name in self._unit_names() if name in rows]
+        factors = [_to_bytes(rows[name], extra_rows, units, 1) for name in self._unit_names() if name in rows]
         panels = {"panels": torch.cat([records, *factors], dim=2)}
         return panels | ({"scales": rows["row_scales"]} if kind.has_row_scales else {})
 
@@ -81,8 +82,8 @@ class BlockPanels(PanelLayout):
         groups = records.reshape(len(panels), -1, PANEL * kind.group_bytes)  # [P, G, bytes]
         low, high, *scales = torch.split(groups, self._group_sizes(), dim=2)
         pairs = low.reshape(*low.shape[:2], 4, PANEL, 4)
-        steps = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
-        codes = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
+        pairs_of_codes = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
+        codes = pairs_of_codes.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
         if kind.bits == 5:
             words = _join_words(high)[..., None]  # [P, G, 64, 1]
             codes = codes | ((words >> FIFTH_BITS.flatten() & 1) << 4).to(torch.uint8)
@@ -107,18 +108,21 @@ class BlockPanels(PanelLayout):
         return rows | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
 
     def _unit_names(self) -> tuple[str, ...]:
-        """Return the names of the tensors that may follow the groups of a unit."""
+        """Return the names of the tensors that can follow the groups of a unit, in their order."""
         return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
     def _unit_sizes(self) -> list[int]:
-        """Return the bytes of the groups of a unit, and of each tensor that follows them."""
+        """Return the bytes of all groups of a panel's unit, then of each tensor that follows the groups."""
         kind = self._kind
         factors = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
         factors = factors or [2 * PANEL] * (kind.factor_bytes // 2)
         return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
 
     def _group_sizes(self) -> list[int]:
-        """Return the bytes of the parts of a group: low bits, high bits, scales and minima, if any."""
+        """Return the bytes of each part of a group of a panel: low bits, high bits, scales, minima.
+
+        Scales are omitted if they follow the groups, and minima if the encoding has none.
+        """
         kind = self._kind
         high = PANEL * GROUP * (kind.bits - 4) // 8
         scales = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)
@@ -126,22 +130,22 @@ class BlockPanels(PanelLayout):
         return [_LOW_BYTES, high] if kind.has_unit_scales else [_LOW_BYTES, high, scales, *minima]
 
 
-def _to_bytes(numbers: Tensor, missing: int, units: int, per_unit: int) -> Tensor:
-    """Return numbers as the bytes of P panels, ``[P, units, per_unit * 64 * itemsize]``.
+def _to_bytes(numbers: Tensor, extra_rows: int, units: int, per_unit: int) -> Tensor:
+    """Return scales, minima or factors as the bytes of P panels, ``[P, units, per_unit * 64 * itemsize]``.
 
     Args:
-        numbers: ``[out, units * per_unit]``, or with fewer columns; missing columns are padded with zeros.
-        missing: number of outputs by which the last panel is padded.
-        units: number of units or groups per panel.
-        per_unit: numbers of an output in a unit or group.
+        numbers: ``[out, n]`` with n at most ``units * per_unit``. Padded with zero columns.
+        extra_rows: number of zero rows that pad the last panel.
+        units: number of units per panel, or of groups for numbers that follow each group.
+        per_unit: how many numbers of an output follow each unit or group.
     """
-    padded = F.pad(numbers, (0, units * per_unit - numbers.shape[1], 0, missing))
+    padded = F.pad(numbers, (0, units * per_unit - numbers.shape[1], 0, extra_rows))
     columns = padded.view(-1, PANEL, units, per_unit).permute(0, 2, 3, 1).contiguous()
     return columns.view(torch.uint8).flatten(2)
 
 
 def _split_words(words: Tensor) -> Tensor:
-    """Return the bytes ``[P, G, 4 n]`` of 32-bit words ``[P, G, n]``, which are given as int64."""
+    """Return the bytes ``[P, G, 4 n]`` of the 32-bit words in an int64 tensor ``[P, G, n]``."""
     return (words[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)
 
 

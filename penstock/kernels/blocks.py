@@ -1,4 +1,4 @@
-"""Arithmetic of the block encodings: unpacking, product, quantization. See `kernels.encodings._blocks`."""
+"""Arithmetic of the block encodings: dequantization, product, quantization (`kernels.encodings._blocks`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.kernels.quantized import quantize
 Tensors = dict[str, Tensor]
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The E2M1 numbers of the codes 0 to 7. The codes 8 to 15 are their negatives."""
+"""The E2M1 numbers of the codes 0 to 7. The code ``8 + i`` stands for ``-MAGNITUDES[i]``."""
 _LARGEST_FP4, _LARGEST_FP8, _NAN_FP8, _NAN_E8M0 = 6.0, 448.0, 127, 255
 _MAX_INTEGER_SCALE = {"u8": 63, "i8": 127}  # largest integer scale or minimum in superblocks, by scale type
 
 
 def decode_numbers(kind: BlockKind, codes: Tensor) -> Tensor:
-    """Return the float32 numbers that codes represent, before scale and minimum are applied."""
+    """Return the float32 numbers that codes represent, without scales and minima."""
     if kind.table is not None:
         return torch.tensor(kind.table.numbers, device=codes.device)[codes.int()]
     if not kind.are_floats:
@@ -32,10 +32,11 @@ def decode_numbers(kind: BlockKind, codes: Tensor) -> Tensor:
 
 
 def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
-    """Return the numbers of codes as multiples of a unit, and this unit.
+    """Return the numbers that codes represent, divided by a unit, and the unit.
 
-    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices of a table. All returned numbers
-    are multiples of 0.5, so sums of their products with integers are exact.
+    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices into a table. Quotients by the
+    latter are rounded to integers. All quotients are multiples of 0.5, so sums of their products with
+    integers are exact.
     """
     if kind.table is None:
         return decode_numbers(kind, codes), 1.0
@@ -62,7 +63,10 @@ def decode_minima(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | No
 
 
 def _multiply_by_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
-    """Return scales or minima in float32, multiplied by the factors of their superblocks, if any."""
+    """Return scales or minima in float32, multiplied by the factors of their superblocks if there are any.
+
+    A scale or minimum belongs to ``size`` inputs.
+    """
     if not kind.has_superblocks or factors is None:
         return numbers.float()
     repeated = factors.float().repeat_interleave(SUPERBLOCK // size, 1)
@@ -70,7 +74,7 @@ def _multiply_by_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | Non
 
 
 def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight ``[out, in]`` float32."""
+    """Return the dequantized weight ``[out, in]`` float32."""
     weight = decode_numbers(kind, tensors["weight"])
     inputs, scales, minima = weight.shape[1], decode_scales(kind, tensors), decode_minima(kind, tensors)
     if kind.has_row_scales:
@@ -83,29 +87,30 @@ def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
 def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the product of activations ``x [T, in]`` with a weight in blocks, plus the bias.
 
-    It is the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x * minimum``. The
-    sum is computed in float32, in the order of the groups. It is multiplied by the row scale and rounded once
-    to the type of x. Numbers of a table are rounded to multiples of ``1 / NumberTable.steps``.
+    The product is the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x *
+    minimum``, added in float32 in the order of the groups, times the row scale if there is one. Product plus
+    bias is rounded once to the type of x. Numbers from a table are rounded to multiples of
+    ``1 / NumberTable.steps`` before they are multiplied.
     """
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
-    rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
+    x_codes, x_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
     numbers, unit = _numbers_and_unit(kind, tensors["weight"])
     numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
     scales = decode_scales(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[
         :, : numbers.shape[1]
     ]
     minima = decode_minima(kind, tensors)
-    # float32 is exact for sums of multiples of 0.5 below 2^23. With a table of numbers the sums reach 2^27.
+    # float32 represents multiples of 0.5 below 2^23 exactly. The sums with numbers from a table reach 2^27.
     exact_dtype = torch.float32 if kind.table is None else torch.float64
     y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
     for group in range(scales.shape[1]):
-        integers = rows[:, group].to(exact_dtype)
+        integers = x_codes[:, group].to(exact_dtype)
         sums = (integers @ numbers[:, group].to(exact_dtype).T).float()
-        scaled = sums * (row_scales[:, group, None] * unit)
+        scaled = sums * (x_scales[:, group, None] * unit)
         y = (scaled.double() * scales[:, group].double() + y).float()
         if minima is not None:
-            negated = -integers.sum(1).float() * row_scales[:, group]
+            negated = -integers.sum(1).float() * x_scales[:, group]
             y = (negated.double()[:, None] * minima[:, group].double() + y).float()
     if kind.has_row_scales:
         y = y * tensors["row_scales"]
@@ -116,7 +121,10 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
 
 
 def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
-    """Quantize a weight ``[out, in]`` to blocks. A group with a NaN or an infinity becomes NaN."""
+    """Quantize a weight ``[out, in]`` to blocks.
+
+    All weights that share a scale with a NaN or an infinity become NaN.
+    """
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
     if kind.table is not None:
@@ -140,7 +148,8 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
 def _quantize_to_table(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
     """Return scales and codes of ``groups [out, G, size]`` for a table of numbers from -1 to 1.
 
-    The scale of a group is its largest magnitude. A code is the index of the nearest number.
+    The scale of a group is the largest magnitude of its weights. A code is the index of the number in the
+    table that is nearest to the weight divided by the scale.
     """
     scales = groups.abs().amax(-1)
     scales = scales.masked_fill(~scales.isfinite(), torch.nan)
@@ -157,31 +166,32 @@ def _quantize_to_table(table: NumberTable, groups: Tensor, inputs: int) -> Tenso
 
 def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     """Return the scales of ``groups [out, G, size]`` for E2M1 codes: E8M0, or E4M3 with row scales."""
-    top = groups.abs().amax(-1)
-    finite = top.isfinite()
+    absmax = groups.abs().amax(-1)
+    finite = absmax.isfinite()
     if kind.scale_type == "e8m0":
-        exponents = torch.frexp(torch.where(finite & (top > 0), top, 1.0)).exponent - 3
-        powers = torch.where(top > 0, (exponents + 127).clamp(0, 254), 127)
+        exponents = torch.frexp(torch.where(finite & (absmax > 0), absmax, 1.0)).exponent - 3
+        powers = torch.where(absmax > 0, (exponents + 127).clamp(0, 254), 127)
         return {"scales": powers.masked_fill(~finite, _NAN_E8M0).to(torch.uint8)}
-    largest = torch.where(finite, top, 0.0).amax(1)
-    row_scales = torch.where(largest > 0, largest / (_LARGEST_FP4 * _LARGEST_FP8), 1.0)
-    ratios = (torch.where(finite, top, 0.0) / _LARGEST_FP4 / row_scales[:, None]).clamp(max=_LARGEST_FP8)
+    row_absmax = torch.where(finite, absmax, 0.0).amax(1)
+    row_scales = torch.where(row_absmax > 0, row_absmax / (_LARGEST_FP4 * _LARGEST_FP8), 1.0)
+    ratios = (torch.where(finite, absmax, 0.0) / _LARGEST_FP4 / row_scales[:, None]).clamp(max=_LARGEST_FP8)
     scales = ratios.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(~finite, _NAN_FP8)
     return {"scales": scales, "row_scales": row_scales}
 
 
 def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
-    """Return the scales of ``groups [out, G, size]`` for integer codes, and the minima if there are any."""
+    """Return the scales of ``groups [out, G, size]`` for integer codes, and the minima if they exist."""
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
-    top = (1 << kind.bits) - 1 - kind.offset
+    largest_number = (1 << kind.bits) - 1 - kind.offset
     if kind.min_type is None:
-        return _encode_scales(kind.scale_type, torch.maximum(-low, high) / top, "scales", "factors")
+        magnitudes = torch.maximum(-low, high)
+        return _encode_scales(kind.scale_type, magnitudes / largest_number, "scales", "factors")
     if kind.is_centred:
         spread = (high - low).masked_fill(~groups.isfinite().all(-1), torch.nan)
-        halves = (spread / (top + kind.offset)).half()
+        halves = (spread / (largest_number + kind.offset)).half()
         row_scales = torch.ones(len(groups), device=groups.device)
         return {"scales": halves, "minima": (-low - kind.offset * halves).half(), "row_scales": row_scales}
-    scales = _encode_scales(kind.scale_type, (high - low) / top, "scales", "factors")
+    scales = _encode_scales(kind.scale_type, (high - low) / largest_number, "scales", "factors")
     return scales | _encode_scales(kind.min_type, -low, "minima", "min_factors")
 
 
@@ -189,15 +199,16 @@ def _encode_scales(scale_type: str, numbers: Tensor, name: str, factor_name: str
     """Return nonnegative scales or minima ``[out, G]`` as tensors of `LinearEncoding.pack`.
 
     Args:
-        scale_type: ``f16``, or ``u8`` or ``i8`` with float16 factors of superblocks.
+        scale_type: ``f16`` for float16; ``u8`` or ``i8`` for integers with float16 factors of superblocks.
         numbers: the scales or minima, float32.
         name: the name of the tensor of scales or minima.
         factor_name: the name of the tensor of factors.
     """
     if scale_type == "f16":
         return {name: torch.where(numbers.isfinite(), numbers, torch.nan).half()}
-    groups = SUPERBLOCK // (16 if scale_type == "i8" else GROUP)
-    padded = F.pad(numbers, (0, -numbers.shape[1] % groups)).view(len(numbers), -1, groups)
+    superblock_groups = SUPERBLOCK // (16 if scale_type == "i8" else GROUP)
+    padding = -numbers.shape[1] % superblock_groups
+    padded = F.pad(numbers, (0, padding)).view(len(numbers), -1, superblock_groups)
     factors = (padded.amax(-1) / _MAX_INTEGER_SCALE[scale_type]).half()
     factors = torch.where(padded.isfinite().all(-1), factors, torch.nan)
     inverse = torch.where(factors > 0, 1 / factors.float(), 0.0)

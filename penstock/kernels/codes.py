@@ -1,20 +1,22 @@
-"""Arithmetic and panel layouts of two encodings of checkpoints: codes with zero points, and 8-bit floats.
+"""Arithmetic and panel layouts of integer codes with zero points and of 8-bit floats (E4M3).
 
-Panels have N outputs and K inputs. They are little-endian and contiguous, and padded with zeros:
+The layouts of a weight with N outputs and K inputs are little-endian and contiguous. N and K are rounded up
+to whole panels and groups, and padded with zeros:
 
 * `CodePanels` of 4 bits: ``[N / 64, K / 32, 1216]`` uint8. A group of 32 inputs has 1024 bytes of codes in
-  the order of `GroupPanels`, the 64 float16 scales, and the 64 zero points (uint8).
-* `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
-  and zero points.
+  the order of `GroupPanels`, then 64 float16 scales, then 64 zero points (uint8).
+* `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group of 32 inputs has the codes ``[8, 64, 4]``,
+  then 64 float16 scales, then 64 zero points (uint8).
 * `Fp8Panels`: ``[N / 64 * (K / 128 * 8448 + 64)]`` uint8: the codes of all panels, then for each panel a
   table of scales and two strides:
 
   - The codes ``[N / 64, K / 128, 32, 16, 2, 4, 2]``. A group of 128 inputs has 32 steps of 4 inputs. A step
-    has 16 sets of four outputs. A set has the first two inputs of its outputs, then their last two inputs.
-  - A table with 64 float32 scales per group.
+    has 16 sets of four outputs. A set has inputs 0 and 1 of each of the four outputs, then inputs 2 and 3 of
+    each of the four outputs.
+  - A table with room for 64 float32 scales per group.
   - Two int32 strides, and 56 bytes of padding. The scale of group g and output n is the entry
-    ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups have equal scales,
-    1 and 0 if all outputs have equal scales, and 64 and 1 otherwise.
+    ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups of an output have
+    the same scale, else 1 and 0 if all outputs of a group have the same scale, else 64 and 1.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from penstock.kernels.quantized import quantize
 
 LARGEST_FP8 = 448.0
 _TOP_EXPONENT = 14
-"""Exponent of the largest float16 scale of a row. Row scales are chosen to give it this exponent.
+"""Binary exponent (as of `torch.frexp`) that row scales give to the largest float16 scale of each row.
 
-The exponent is near the maximum of float16, so that small scales of the row keep their precision.
+It is near the maximum exponent of float16, 16, so that small scales of the row keep their precision.
 """
 
 
@@ -52,8 +54,8 @@ The exponent is near the maximum of float16, so that small scales of the row kee
 def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 scales ``[out, G]`` as float16 scales and float32 row scales ``[out]``.
 
-    Row scales are powers of two. The product of both is exact if the scales have at most 11 significant bits,
-    as in float16 and bfloat16.
+    Row scales are powers of two. A float16 scale times its row scale equals the given scale if that has at
+    most 11 significant bits, as in float16 and bfloat16, and does not underflow in float16.
     """
     largest = scales.float().abs().amax(1)
     exponents = torch.frexp(torch.where(largest.isfinite() & (largest > 0), largest, 1.0)).exponent
@@ -63,13 +65,13 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensors:
-    """Return the tensors of `LinearEncoding.pack` for codes whose groups have a multiple of 32 inputs.
+    """Return the tensors of `LinearEncoding.pack` for codes, with scales and zero points per 32 inputs.
 
     Args:
         codes: uint8 ``[out, in]``.
-        scales: floats ``[out, G]``.
-        zeros: integers ``[out, G]`` in 0..255.
-        group_size: number of inputs of a group. The last group may be shorter.
+        scales: floats ``[out, G]``, one per ``group_size`` inputs.
+        zeros: zero points ``[out, G]``, integers in 0..255.
+        group_size: number of inputs that share a scale, a multiple of 32. The last group may be shorter.
     """
     groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
     halves, row_scales = split_scales(scales)
@@ -87,17 +89,17 @@ def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
 
 def quantize_codes(weight: Tensor, bits: int) -> Tensors:
     """Quantize a weight ``[out, in]`` to codes. A group with a NaN or an infinity becomes NaN."""
-    top = (1 << bits) - 1
+    max_code = (1 << bits) - 1
     padded = F.pad(weight.float(), (0, -weight.shape[1] % GROUP))
     groups = padded.view(len(weight), -1, GROUP)
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
-    halves, row_scales = split_scales((high - low) / top)
+    halves, row_scales = split_scales((high - low) / max_code)
     scales = halves.float() * row_scales[:, None]
     valid = scales.isfinite() & (scales > 0)
     inverse = torch.where(valid, 1 / scales, 0.0)
     middle = torch.full_like(scales, 1 << bits - 1)
-    zeros = torch.where(valid, (-low * inverse).round().clamp(0, top), middle)
-    codes = ((groups * inverse[..., None]).nan_to_num().round() + zeros[..., None]).clamp(0, top)
+    zeros = torch.where(valid, (-low * inverse).round().clamp(0, max_code), middle)
+    codes = ((groups * inverse[..., None]).nan_to_num().round() + zeros[..., None]).clamp(0, max_code)
     return {
         "weight": codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
         "scales": halves,
@@ -107,7 +109,7 @@ def quantize_codes(weight: Tensor, bits: int) -> Tensors:
 
 
 def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the weight ``[out, in]`` float32 that codes represent."""
+    """Return the dequantized weight ``[out, in]`` float32 of codes with zero points."""
     codes, scales = tensors["weight"], tensors["scales"].float() * tensors["row_scales"][:, None]
     groups = F.pad(codes.float(), (0, -codes.shape[1] % GROUP)).view(*scales.shape, GROUP)
     weight = (groups - tensors["zeros"].float()[..., None]) * scales[..., None]
@@ -115,29 +117,29 @@ def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def multiply_codes(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-    """Return the product of activations with codes, plus the bias.
+    """Return the product of activations ``x [T, in]`` with a weight of codes with zero points, plus the bias.
 
-    It is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``. As in
-    `quantized.multiply_groups`, the sum is computed in float32, in the order of the groups. It is multiplied
-    by the row scale and rounded once to the type of x.
+    The product is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, added
+    in float32 in the order of the groups, times the row scale. Product plus bias is rounded once to the type
+    of x.
     """
     in_features = x.shape[1]
     padding = (0, -in_features % GROUP)
-    rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, GROUP))  # [T, G, 32], [T, G]
+    x_codes, x_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, GROUP))  # [T, G, 32], [T, G]
     codes = F.pad(tensors["weight"].float(), padding).view(len(tensors["weight"]), -1, GROUP)
     zeros, scales = tensors["zeros"].float(), tensors["scales"].double()
     y = torch.zeros(len(x), len(codes), dtype=torch.float32, device=x.device)
     for group in range(codes.shape[1]):
-        integers = rows[:, group].float()
+        integers = x_codes[:, group].float()
         sums = integers @ (codes[:, group] - zeros[:, group, None]).T  # exact: below 2^24
-        scaled = sums * row_scales[:, group, None]
+        scaled = sums * x_scales[:, group, None]
         y = (scaled.double() * scales[:, group] + y).float()  # the product is exact in float64
     y = y * tensors["row_scales"]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 class CodePanels(PanelLayout):
-    """Codes of 4 or 8 bits in groups of 32 inputs, each group followed by its scales and zero points."""
+    """Codes of 4 or 8 bits in groups of 32 inputs. The scales and zero points of a group follow its codes."""
 
     dtype = DType.uint8
 
@@ -148,8 +150,8 @@ class CodePanels(PanelLayout):
         return (-(-out_features // PANEL), -(-in_features // GROUP), PANEL * code_group_bytes(self._bits))
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
-        groups = F.pad(codes, (0, -codes.shape[1] % GROUP, 0, missing)).view(
+        codes, extra_rows = rows["weight"], -len(rows["weight"]) % PANEL
+        groups = F.pad(codes, (0, -codes.shape[1] % GROUP, 0, extra_rows)).view(
             -1, PANEL, rows["scales"].shape[1], GROUP
         )
         columns_first = groups.transpose(1, 2)  # [P, G, 64, 32]
@@ -157,7 +159,7 @@ class CodePanels(PanelLayout):
         if self._bits == 4:
             steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
         columns = [
-            F.pad(rows[name], (0, 0, 0, missing))
+            F.pad(rows[name], (0, 0, 0, extra_rows))
             .view(-1, PANEL, rows[name].shape[1])
             .transpose(1, 2)
             .contiguous()
@@ -186,9 +188,9 @@ class CodePanels(PanelLayout):
 
 
 def quantize_fp8(weight: Tensor) -> Tensors:
-    """Quantize a weight ``[out, in]`` to 8-bit floats. The largest weight of an output becomes 448.
+    """Quantize a weight ``[out, in]`` to 8-bit floats.
 
-    A group with a NaN or an infinity becomes NaN.
+    The largest magnitude of an output becomes 448. A group with a NaN or an infinity becomes NaN.
     """
     padded = F.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
     groups = padded.view(len(weight), -1, FP8_GROUP)
@@ -208,9 +210,10 @@ def unpack_fp8(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def multiply_fp8(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-    """Return the sum over groups of ``sum(x * w) * scale``, plus the bias.
+    """Return the product of activations ``x [T, in]`` with a weight of 8-bit floats, plus the bias.
 
-    Computed in float32 and rounded once to the type of x.
+    The product is the sum over groups of ``sum(x * w) * scale``. Product plus bias is computed in float32 and
+    rounded once to the type of x.
     """
     numbers = tensors["weight"].view(torch.float8_e4m3fn)
     y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
@@ -222,7 +225,7 @@ def multiply_fp8(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) 
 
 
 class Fp8Panels(PanelLayout):
-    """8-bit floats in groups of 128 inputs; the scales of all panels follow the codes of all panels."""
+    """The codes of 8-bit floats of all panels, then the tables of scales of all panels."""
 
     dtype = DType.uint8
 
@@ -231,17 +234,17 @@ class Fp8Panels(PanelLayout):
         return (-(-out_features // PANEL) * fp8_panel_bytes(groups),)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
-        padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, missing))
+        codes, extra_rows = rows["weight"], -len(rows["weight"]) % PANEL
+        padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, extra_rows))
         num_groups = padded.shape[1] // FP8_GROUP
         groups = padded.view(-1, PANEL, num_groups, FP8_GROUP)
         quads = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
         steps = quads.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
         has_nan = ((groups & 127) == 127).any(-1)  # [P, 64, G]
-        scales = F.pad(rows["scales"], (0, 0, 0, missing)).view(-1, PANEL, rows["scales"].shape[1])
+        scales = F.pad(rows["scales"], (0, 0, 0, extra_rows)).view(-1, PANEL, rows["scales"].shape[1])
         scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()  # [P, G, 64]
-        counts = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
-        tables = [_scale_table(*pair) for pair in zip(scales, counts, strict=True)]
+        panel_outputs = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
+        tables = [_scale_table(*pair) for pair in zip(scales, panel_outputs, strict=True)]
         return {"panels": torch.cat([steps.flatten(), torch.cat(tables)])}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
@@ -262,11 +265,11 @@ class Fp8Panels(PanelLayout):
 
 
 def _scale_table(scales: Tensor, num_outputs: int) -> Tensor:
-    """Return the bytes of the table of scales of a panel, followed by its strides and padding.
+    """Return the bytes of the table of scales of a panel, then of the two strides and their padding.
 
     Args:
         scales: ``[G, 64]`` float32; the columns from ``num_outputs`` on are padding.
-        num_outputs: number of outputs of the panel.
+        num_outputs: number of outputs of the panel without padding.
     """
     bits, table = scales[:, :num_outputs].view(torch.int32), torch.zeros(scales.numel())
     if (bits == bits[:1]).all():

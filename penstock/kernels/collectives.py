@@ -1,4 +1,4 @@
-"""The operations that combine tensors of all ranks of a model, and their interface `Collectives`.
+"""Tensor parallelism: the operations `CollectiveOps`, and the interface `Collectives` that they call.
 
 `penstock.distributed` implements `Collectives`.
 """
@@ -15,31 +15,31 @@ from penstock.kernels.operations import Arguments, CFunction, UnrecordableStepEr
 
 
 class Collectives(Protocol):
-    """Combines tensors of all ranks. All ranks call the same methods in the same order.
+    """Combines tensors of all ranks. All ranks must call the same methods in the same order.
 
-    A call that fails, because a rank has ended or the time limit is exceeded, raises
-    `penstock.errors.RankFailedError`. Later calls fail at once.
+    `all_reduce` and `all_gather` raise `penstock.errors.RankFailedError` if a rank has ended or the time
+    limit is exceeded. After such an error, later calls fail at once.
     """
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
+        """The number of this rank, from 0."""
         ...
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks."""
         ...
 
     @property
     def region(self) -> int:
-        """Address of the shared memory of all ranks (`csrc/collectives.inl`); 0 if there is none."""
+        """Address of the memory that all ranks share (`csrc/collectives.inl`); 0 without shared memory."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of the tensors ``x`` of all ranks.
+        """Return the sum of the tensors ``x`` of all ranks, in the type of ``x``.
 
-        On CPUs the tensors are added in float32, in the order of the ranks. NCCL adds in the type of ``x``.
+        CPU ranks add in float32, in the order of the ranks. NCCL adds in the type of ``x``.
         """
         ...
 
@@ -48,7 +48,7 @@ class Collectives(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the error of an operation that failed in shared memory, if any.
+        """Raise an error if a collective of the C++ kernels has failed.
 
         Raises:
             RankFailedError: a rank has ended, or the time limit is exceeded.
@@ -57,14 +57,18 @@ class Collectives(Protocol):
 
 
 def _require_shared_memory(arguments: Arguments) -> Arguments:
-    """Raise for ranks without shared memory, because a recorded step cannot call torch.distributed."""
+    """Return the arguments unchanged.
+
+    Raises:
+        UnrecordableStepError: the ranks share no memory. A recorded step cannot call torch.distributed.
+    """
     if not arguments["ranks"].region:
         raise UnrecordableStepError("ranks without shared memory")
     return arguments
 
 
 class CollectiveOps:
-    """The operations of tensor parallelism: they combine the tensors of all ranks of a model."""
+    """The operations of tensor parallelism: `all_reduce`, `all_gather`, and embedding of split tables."""
 
     name = "reference"  # the back end that `Ops.implementations` returns for methods defined here
 
@@ -85,13 +89,14 @@ class CollectiveOps:
         return ranks.all_gather(x, widths)
 
     @operation(weights=["table"], functions={"embedding_part": CFunction("3P 5q")})
-    def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
-        """Return the rows ``[T, E]`` of ``tokens [T]`` from one part of an embedding table.
+    def embedding_part(self, tokens: Tensor, table: Tensor, first_token_id: int) -> Tensor:
+        """Return the embeddings ``[T, E]`` of ``tokens [T]`` from this rank's part of an embedding table.
 
-        ``table [V', E]`` holds the rows of the tokens ``first`` to ``first + V' - 1``. The rows of other
-        tokens are 0, so that the sum over all ranks equals the lookup in the whole table.
+        ``table [V', E]`` holds the rows of the tokens ``first_token_id`` to ``first_token_id + V' - 1``. The
+        embeddings of other tokens are 0. The sum of the results of all ranks equals the lookup in the
+        whole table.
         """
-        local = tokens - first
+        local = tokens - first_token_id
         is_own = (local >= 0) & (local < len(table))
         rows: Tensor = table[torch.where(is_own, local, 0)]
         return rows.masked_fill(~is_own[:, None], 0)

@@ -1,4 +1,4 @@
-"""The operations of audio codecs: convolutions over time, snake activation, group norm, inverse STFT.
+"""The operations of audio codecs: convolution over time, snake activation, group norm, inverse STFT.
 
 Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is computed as a
 linear layer whose input rows are windows of the sequence. It therefore uses the kernels and weight encodings
@@ -21,7 +21,7 @@ from penstock.kernels.operations import CFunction, operation
 
 @dataclass(frozen=True, slots=True)
 class PackedConv1d:
-    """A convolution over time, ready to be computed by the `Ops` that packed it.
+    """A convolution over time, packed by an `Ops` for its own `conv1d`.
 
     Exactly one of ``linear``, ``taps`` and ``weight`` is set.
     """
@@ -31,27 +31,30 @@ class PackedConv1d:
     kernel_size: int
     stride: int = 1
     padding: int = 0
-    """Number of zero rows before the first and after the last row."""
+    """Number of zero rows before the first input row, and also after the last."""
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
-    """Set for one group: a layer ``[out, kernel_size * in]``. The input channels of a tap are adjacent."""
+    """Set for one group: a linear layer ``[out, kernel_size * in]``, inputs sorted by tap, then channel."""
     taps: Tensor | None = None
-    """Set for C groups of one channel: ``[kernel_size, C]`` float32. The bias is then float32, too."""
+    """Set for a depthwise convolution of C channels:
+
+    ``[kernel_size, C]`` float32; ``bias`` is float32, too.
+    """
     weight: Tensor | None = None
-    """Set for any other groups: ``[out, in / groups, kernel_size]``."""
+    """Set for other numbers of groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
+    """``[out]``. None if ``linear`` is set, because the linear layer then contains the bias."""
 
     def output_length(self, length: int) -> int:
-        """Return the number of output rows of a sequence."""
+        """Return the number of output rows of a sequence of ``length`` input rows."""
         window = self.dilation * (self.kernel_size - 1) + 1
         return max((length + 2 * self.padding - window) // self.stride + 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedConvTranspose1d:
-    """A transposed convolution over time, ready to be computed by the `Ops` that packed it.
+    """A transposed convolution over time, packed by an `Ops` for its own `conv_transpose1d`.
 
     Either ``linear`` or ``weight`` is set.
     """
@@ -61,9 +64,9 @@ class PackedConvTranspose1d:
     kernel_size: int
     stride: int = 1
     padding: int = 0
-    """Number of output rows that are dropped at each end."""
+    """Number of output rows that are dropped at each end of a sequence."""
     output_padding: int = 0
-    """Number of additional output rows at the end."""
+    """Number of additional output rows at the end of a sequence."""
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
@@ -73,15 +76,15 @@ class PackedConvTranspose1d:
     weight: Tensor | None = None
     """Set for several groups or a dilation: ``[in, out / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``. Not set if ``linear`` is set, because that layer then contains the bias."""
+    """``[out]``. None if ``linear`` is set, because the linear layer then contains the bias."""
 
     @property
     def inputs_per_output(self) -> int:
-        """Maximum number of consecutive input rows that one output row depends on, without dilation."""
+        """Maximum number of input rows that one output row depends on. Exact for a dilation of 1."""
         return -(-self.kernel_size // self.stride)
 
     def output_length(self, length: int) -> int:
-        """Return the number of output rows of a sequence."""
+        """Return the number of output rows of a sequence of ``length`` input rows."""
         if not length:
             return 0
         window = self.dilation * (self.kernel_size - 1) + 1
@@ -100,7 +103,7 @@ class ConvolutionOps(ABC):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Pack a weight for `linear`, see `Ops`."""
+        """See `Ops.pack_linear`."""
 
     def pack_conv1d(
         self,
@@ -113,10 +116,10 @@ class ConvolutionOps(ABC):
         dilation: int = 1,
         groups: int = 1,
     ) -> PackedConv1d:
-        """Pack a convolution for `conv1d`. The encoding applies to convolutions with one group.
+        """Pack a convolution for `conv1d`. The encoding is ignored unless ``groups`` is 1.
 
         Raises:
-            ConfigError: the encoding is unknown.
+            ConfigError: ``groups`` is 1 and the encoding is unknown.
         """
         out_channels, group_channels, kernel_size = weight.shape
         linear: PackedLinear | None = None
@@ -147,16 +150,16 @@ class ConvolutionOps(ABC):
     ) -> PackedConvTranspose1d:
         """Pack a transposed convolution for `conv_transpose1d`.
 
-        The encoding applies to convolutions with one group and without dilation.
+        The encoding is ignored unless ``groups`` and ``dilation`` are 1.
 
         Raises:
-            ConfigError: the encoding is unknown.
+            ConfigError: ``groups`` and ``dilation`` are 1, and the encoding is unknown.
         """
         in_channels, group_channels, kernel_size = weight.shape
         linear: PackedLinear | None = None
         grouped_weight: Tensor | None = weight.contiguous()
         if groups == dilation == 1:
-            # Output row q * stride + r sums tap r + i * stride of input row q - i, for i below n.
+            # Output row q * stride + r is the sum over i < n of tap r + i * stride with input row q - i.
             n = -(-kernel_size // stride)
             taps = F.pad(weight, (0, n * stride - kernel_size)).view(in_channels, group_channels, n, stride)
             rows = taps.flip(2).permute(3, 1, 2, 0).reshape(stride * group_channels, n * in_channels)
@@ -178,10 +181,11 @@ class ConvolutionOps(ABC):
         packed: PackedConv1d,
         row_offsets: Tensor,  # [B + 1] int32
     ) -> Tensor:  # [sum of output lengths, out]
-        """Return the convolution of each sequence of a ragged batch, zero-padded at its ends.
+        """Return the convolution of each sequence of a ragged batch. Sequences are padded with zero rows.
 
         Output row t of a sequence is ``bias + sum over j of weight[:, :, j] @ x[t * stride + j * dilation -
-        padding]``, within each group of channels. `PackedConv1d.output_length` gives the number of rows.
+        padding]``, within each group of channels. `PackedConv1d.output_length` returns the number of output
+        rows of a sequence.
         """
 
     @operation(weights=["packed"], is_recordable=False)
@@ -195,7 +199,8 @@ class ConvolutionOps(ABC):
         """Return the transposed convolution of each sequence of a ragged batch.
 
         Input row t adds ``weight[:, :, j].T @ x[t]`` to output row ``t * stride + j * dilation - padding``,
-        within each group of channels. `PackedConvTranspose1d.output_length` gives the number of rows.
+        within each group of channels. The bias is added to each output row.
+        `PackedConvTranspose1d.output_length` returns the number of output rows of a sequence.
         """
 
     @operation(weights=["alpha", "beta"], functions={"snake": CFunction("q 4P 3q")})
@@ -223,44 +228,46 @@ class ConvolutionOps(ABC):
     def group_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
     ) -> Tensor:
-        """Normalise each group of channels of each sequence to mean 0 and variance 1 over all its rows.
+        """Return the group norm of ``x [T, C]``, with statistics over all rows of a sequence.
 
-        The result is multiplied by ``weight [C]``, and ``bias [C]`` is added, both float32. Computed in
-        float32, returned in the type of ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
+        Each group of channels of each sequence is normalized to mean 0 and variance 1, multiplied by ``weight
+        [C]`` float32 and increased by ``bias [C]`` float32. Computed in float32, returned in x's type (Wu and
+        He 2018, arXiv:1803.08494).
         """
 
     @operation(functions={"polar": CFunction("q 2P 3q d")})
     @abstractmethod
     def polar(self, x: Tensor, limit: float) -> Tensor:
-        """Return real and imaginary parts ``[T, 2F]`` float32 of log magnitudes and phases ``x [T, 2F]``.
+        """Return the complex numbers ``[T, 2F]`` float32 with the log magnitudes and phases in ``x [T, 2F]``.
 
-        The first F columns of x are log magnitudes, the last F phases. Magnitudes are at most ``limit``.
+        The first F columns of x are natural logarithms of magnitudes, and the last F columns are phases in
+        radians. Magnitudes are clamped to ``limit``. The result has F real parts, then F imaginary parts.
         """
 
     @operation(weights=["squares"], is_recordable=False, functions={"overlap_add": CFunction("3P 4q")})
     @abstractmethod
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
-        """Add the overlapping windows of each sequence: ``frames [T, N]`` float32 -> ``[T * hop]`` samples.
+        """Add the overlapping frames of each sequence: ``frames [T, N]`` float32 -> ``[T * hop]`` samples.
 
-        Frame t begins ``hop`` samples after frame t - 1. Each sum is divided by the sum of ``squares [N]``,
-        the squared window, over the frames that overlap there. ``(N - hop) / 2`` samples are dropped at each
-        end of a sequence; N - hop is even. The inverse short-time Fourier transform is a linear layer with
-        the weight `inverse_dft_weight`, followed by this operation.
+        Frame t begins ``hop`` samples after frame t - 1. A sample is the sum of the frames that overlap at
+        its position, divided by the sum of the entries of ``squares [N]``, the squared window, at the same
+        positions of these frames. ``(N - hop) / 2`` samples are dropped at each end of a sequence; N - hop is
+        even. The inverse short-time Fourier transform is a linear layer with the weight `inverse_dft_weight`,
+        followed by this operation.
         """
 
 
 def inverse_dft_weight(window: Tensor) -> Tensor:
-    """Return the weight ``[N, N + 2]`` of the inverse real DFT, multiplied by ``window [N]``; N is even.
+    """Return the weight ``[N, N + 2]`` float32 of a linear layer: inverse real DFT, then ``window [N]``.
 
-    The inputs of the linear layer are ``N / 2 + 1`` real parts, then as many imaginary parts.
+    The inputs of the layer are ``N / 2 + 1`` real parts, then ``N / 2 + 1`` imaginary parts. N must be even.
     """
     size = len(window)
     times = torch.arange(size, dtype=torch.float64)[:, None]
     frequencies = torch.arange(size // 2 + 1, dtype=torch.float64)
     angles = times * frequencies % size * (2 * torch.pi / size)
-    counts = torch.full(
-        (size // 2 + 1,), 2.0, dtype=torch.float64
-    )  # all frequencies except the first and the last count for their conjugates, too
+    # A frequency other than the first and the last also stands for its conjugate, which is not an input.
+    counts = torch.full((size // 2 + 1,), 2.0, dtype=torch.float64)
     counts[0] = counts[-1] = 1
     parts = torch.cat([counts * angles.cos(), -counts * angles.sin()], 1) / size
     return (parts * window.double()[:, None]).float()

@@ -1,4 +1,4 @@
-"""`DeviceMemory`: measures the memory usage of work on a device with separate memory."""
+"""`DeviceMemory`: measures the memory of a device whose memory is separate from the host's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 
 class DeviceMemory(ABC):
-    """Counts the memory of one device."""
+    """Measures the free memory of one device, and the peak memory of work."""
 
     @abstractmethod
     def free(self) -> int:
-        """Return the free bytes of the device, after releasing reserved but unused memory."""
+        """Return the free bytes of the device. Frees memory that is reserved but unused first."""
 
     @abstractmethod
     def peak(self, work: Callable[[], object]) -> int:
-        """Run work and return its peak memory in bytes, in addition to the memory in use before.
+        """Run ``work``, and return by how many bytes the memory in use exceeds its initial value at the peak.
 
         Raises:
             MemoryError: the device has too little memory for the work.

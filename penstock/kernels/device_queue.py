@@ -1,7 +1,7 @@
 """`DeviceQueue`: work on a device that runs asynchronously to the host.
 
-A back end with asynchronous operations has a queue. The pipelines then prepare and launch a step while the
-device runs the previous step::
+A back end with asynchronous operations has a queue. With a queue, the pipelines prepare and launch a step
+while the device runs the previous step::
 
     host    prepare 1  launch 1 | prepare 2  launch 2 | tokens of 1 | prepare 3  launch 3 | tokens of 2
     device                      | step 1 .............| step 2 .....................| step 3 .......
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Alignment in bytes of the tensors of an upload. Kernels read aligned tensors in wider units."""
+"""Alignment in bytes of the tensors of an `UploadBatch`. Kernels read aligned tensors in wider units."""
 _current = threading.local()
+"""``batch``: the `UploadBatch` of the `uploaded_together` block that this thread runs, if it runs one."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -35,7 +36,10 @@ class SubmittedWork(ABC, Generic[T_co]):
     @property
     @abstractmethod
     def value(self) -> T_co:
-        """The result. Its tensors can be used by work that is submitted later, and their shapes are known."""
+        """The result.
+
+        Work that is submitted later can use its tensors. The host may read only their shapes.
+        """
 
 
 class HostCopy(ABC):
@@ -43,33 +47,37 @@ class HostCopy(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """Return the tensor in host memory, after all work that it depends on has run.
+        """Wait until the tensor is computed and copied. Return the tensor in host memory.
 
         Raises:
-            Exception: the error of the work. Later results of the queue are undefined.
+            Exception: the error of the work. After an error, other results of the queue are undefined.
         """
 
 
 class DeviceQueue(ABC):
-    """Runs work in the order in which it is submitted. One thread uses it."""
+    """Runs work in the order in which it is submitted. Only one thread may use a queue."""
 
     @abstractmethod
     def submit(self, work: Callable[[], T]) -> SubmittedWork[T]:
-        """Append a function that runs operations on tensors of the device.
+        """Append ``work``, a function that runs operations on tensors of the device.
 
-        Inputs that the function reads from host memory must be ready.
+        Inputs that ``work`` reads from host memory must be complete when it is submitted.
         """
 
     @abstractmethod
     def fetch(self, result: SubmittedWork[Tensor]) -> HostCopy:
-        """Copy a result to the host when it is computed. Work that is submitted later does not delay it."""
+        """Copy a result to the host once it is computed.
+
+        Work that is submitted later does not delay the copy.
+        """
 
 
 def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Return values in host memory as a tensor of a device, without waiting for earlier work of the device.
 
-    On a CPU the tensor shares the memory of the values. For a GPU they are copied to pinned memory first.
-    Within `uploaded_together`, NumPy arrays are copied to the device at the end of the block.
+    For a CPU, the tensor shares the memory of the values. For a GPU, the values are copied through pinned
+    memory. Within `uploaded_together` for the same device, NumPy arrays that fit into the batch are copied at
+    the end of the block.
     """
     if device.type == "cpu":
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
@@ -84,11 +92,11 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def uploaded_together(device: torch.device) -> Iterator[None]:
-    """Make one copy of all NumPy arrays that this thread uploads in the block. Does nothing for a CPU.
+    """Upload all NumPy arrays of a ``with`` block of this thread by one copy. Does nothing for a CPU.
 
-    The tensors that `upload` returns are filled at the end of the block. Until then they have shapes and
-    types, but no operation may read them. Torch tensors, and arrays that do not fit into the `UploadBatch`,
-    are copied immediately.
+    The tensors that `upload` returns for the arrays are filled at the end of the block. Until then the
+    tensors have shapes and types, but no operation may read them. `upload` copies torch tensors, and arrays
+    that do not fit into the `UploadBatch`, immediately.
     """
     if device.type == "cpu":
         yield
@@ -102,12 +110,12 @@ def uploaded_together(device: torch.device) -> Iterator[None]:
 
 
 class UploadBatch:
-    """Arrays that are copied to a device as one block of memory.
+    """Collects arrays, which `copy` then copies to a device as one block of memory.
 
     Args:
         device: the device.
-        num_bytes: capacity.
-        is_pinned: whether the host memory is pinned, so that the copy is asynchronous.
+        num_bytes: the capacity in bytes.
+        is_pinned: whether the host memory is pinned. Only copies from pinned memory are asynchronous.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 1 << 16, *, is_pinned: bool = True) -> None:
@@ -115,20 +123,20 @@ class UploadBatch:
         self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         self._bytes = self._host.numpy()
         self._target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._used = 0
+        self._used_bytes = 0
 
     def add(self, array: np.ndarray) -> Tensor | None:
-        """Return the tensor that `copy` fills with an array; None if it does not fit or is empty."""
-        start, stop = self._used, self._used + array.nbytes
+        """Return the tensor that `copy` fills with ``array``; None if the array is empty or does not fit."""
+        start, stop = self._used_bytes, self._used_bytes + array.nbytes
         if stop > len(self._bytes) or array.nbytes == 0:
             return None
         self._bytes[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        self._used_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
         dtype = torch.from_numpy(array[:0]).dtype
         return self._target[start:stop].view(dtype).view(array.shape)
 
     def copy(self) -> None:
-        """Copy all arrays."""
-        if self._used:
-            used = min(self._used, len(self._bytes))
-            self._target[:used].copy_(self._host[:used], non_blocking=True)
+        """Copy all collected arrays to the device."""
+        if self._used_bytes:
+            num_bytes = min(self._used_bytes, len(self._bytes))
+            self._target[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)

@@ -1,4 +1,4 @@
-"""`EncoderOps`: the operations of encoders, which compute whole sequences without a KV cache."""
+"""`EncoderOps`: the operations of encoders, which process whole sequences without a KV cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from penstock.kernels.operations import Arguments, CFunction, UnrecordableStepEr
 
 
 def _refuse_bias(arguments: Arguments) -> Arguments:
-    """Raise for a bias of attention, because back ends may pad it, which cannot be recorded."""
+    """Return the arguments unchanged.
+
+    Raises:
+        UnrecordableStepError: there is a bias. Back ends may pad it, which cannot be recorded.
+    """
     if arguments["bias"] is not None:
         raise UnrecordableStepError("a bias of encoder attention")
     return arguments
 
 
 class EncoderOps(ABC):
-    """Attention within whole sequences, and pooling of their rows."""
+    """Attention within whole sequences, and the mean of the rows of each sequence."""
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks | None:
-        """Return the blocks for `encoder_attention`, computed from ``row_offsets [B + 1]`` once per step.
+        """Return the blocks of `encoder_attention` for ``row_offsets [B + 1]``. All layers share them.
 
-        Returns None in a back end that reads keys and values in place.
+        Returns None if `encoder_attention` of the back end reads keys and values in place.
         """
         return None
 
@@ -49,13 +53,13 @@ class EncoderOps(ABC):
         """Return the attention within each sequence of a ragged batch, without a KV cache.
 
         Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
-        ``abs(i - j) <= window`` or ``window`` is None. With ``is_causal`` it sees only keys with ``j <= i``.
-        ``bias[h, j - i + P - 1]`` is added to the scaled score; P is at least the length of the longest
-        sequence. The softmax is computed in float32.
+        ``abs(i - j) <= window`` or ``window`` is None. With ``is_causal``, query i sees only keys with ``j <=
+        i``. If there is a bias, ``bias[h, j - i + P - 1]`` is added to the scaled score. P must be at least
+        the length of the longest sequence. The softmax is computed in float32.
 
         ``blocks`` is the result of `sequence_blocks`. If it is None, a back end that needs the blocks
-        computes them. A recorded step keeps them, because it replays only batches with the same sequence
-        lengths.
+        computes them. A recorded step reuses the blocks, because it replays only batches with the same
+        sequence lengths.
         """
 
     @operation(functions={"sequence_means": CFunction("q 3P 3q")})

@@ -1,4 +1,4 @@
-"""Experts: feed-forward layers of equal shape. Each row of a batch is routed to a few experts."""
+"""The experts of mixture-of-experts layers: MLPs of equal shape, of which each row uses a few."""
 
 from __future__ import annotations
 
@@ -27,58 +27,59 @@ class ClampedSwiGLU:
 class PackedExperts:
     """The packed weights of N experts, for `Ops.experts`.
 
-    Instances are compared by identity, so that a back end can cache data about them.
+    Instances are compared by identity, so that back ends can cache data by instance.
     """
 
     gate_up: tuple[PackedLinear, ...]  # N layers [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N layers [F] -> [E]
-    first: int = 0
-    """The id of the first expert, if ranks divide the experts. Experts with other ids are on other ranks."""
+    first_id: int = 0
+    """The id of the first expert. The ids of the N experts are ``first_id`` to ``first_id + N - 1``."""
     is_part: bool = False
-    """Whether some experts are on other ranks. Their outputs count as 0."""
+    """Whether other ranks have further experts. `Ops.experts` then skips ids of experts of other ranks."""
     ranks: Collectives | None = None
-    """The ranks that divide the experts; None if this rank has all experts.
+    """The ranks among which the experts are divided; None if this rank has all experts.
 
     `Ops.experts` returns the sum over the experts of this rank. The caller adds the sums of all ranks.
     """
 
     def slice_names(self) -> Iterator[str]:
-        """Yield the names of the experts' linear layers in the checkpoint."""
+        """Yield the checkpoint names of the slices of all layers (`LinearSlice.name`)."""
         return (part.name for linear in (*self.gate_up, *self.down) for part in linear.slices)
 
 
 def grouped_by_expert(
-    topk_ids: Tensor, experts: int, max_pairs: int, *, skip_other_ids: bool = False
+    topk_ids: Tensor, num_experts: int, max_pairs: int, *, skip_other_ids: bool = False
 ) -> Iterator[tuple[Tensor, dict[int, int]]]:
     """Yield groups of the (row, expert) pairs of ``topk_ids [T, k]``, sorted by expert.
 
     Pair p is element p of the flattened ids. It belongs to row ``p // k``.
 
     Args:
-        topk_ids: ids, distinct in each row. Without ``skip_other_ids``, they are in 0 to ``experts - 1``.
-        experts: number of experts.
+        topk_ids: expert ids, distinct in each row. Without ``skip_other_ids``, they must be below
+            ``num_experts`` and not negative.
+        num_experts: number of experts.
         max_pairs: maximum number of pairs per group.
-        skip_other_ids: whether to skip ids outside 0 to ``experts - 1``, which are experts on other ranks.
+        skip_other_ids: whether to skip ids outside 0 to ``num_experts - 1``: experts of other ranks.
 
     Yields:
-        The pairs ``[P]`` of a group, and a mapping of each expert id to its number of pairs in the group.
-        Expert ids ascend within and across groups. The pairs of an expert ascend, and may continue in the
-        next group.
+        The numbers of the pairs ``[P]`` of a group, and the number of pairs in the group by expert id. Expert
+        ids ascend within and across groups. The pairs of an expert ascend, and may continue in the next
+        group.
     """
     flat = topk_ids.flatten()
     order = flat.argsort(stable=True)
     if skip_other_ids:
         sorted_ids = flat[order]
-        order = order[(sorted_ids >= 0) & (sorted_ids < experts)]
-        flat = flat[(flat >= 0) & (flat < experts)]
-    sizes: dict[int, int] = {}
+        order = order[(sorted_ids >= 0) & (sorted_ids < num_experts)]
+        flat = flat[(flat >= 0) & (flat < num_experts)]
+    pair_counts: dict[int, int] = {}
     start = stop = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
+    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
         while count:
-            sizes[expert] = min(count, start + max_pairs - stop)
-            stop, count = stop + sizes[expert], count - sizes[expert]
+            pair_counts[expert] = min(count, start + max_pairs - stop)
+            stop, count = stop + pair_counts[expert], count - pair_counts[expert]
             if stop == start + max_pairs:
-                yield order[start:stop], sizes
-                sizes, start = {}, stop
-    if sizes:
-        yield order[start:stop], sizes
+                yield order[start:stop], pair_counts
+                pair_counts, start = {}, stop
+    if pair_counts:
+        yield order[start:stop], pair_counts

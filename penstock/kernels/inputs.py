@@ -1,12 +1,12 @@
 """The tensor structs that operations read. Letters in shapes:
 
-T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks,
+T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks or states,
 M maximum blocks per sequence in this step, V vocabulary, L layers, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceBlocks:
-    """The blocks into which `Ops.encoder_attention` copies the keys and values of a ragged batch.
+    """The blocks of the temporary KV cache that `Ops.encoder_attention` of some back ends fills.
 
-    Each sequence begins with a new block. All layers of a step share one instance, see
+    Each sequence of the ragged batch begins with a new block. All layers of a step share one instance, see
     `Ops.sequence_blocks`.
     """
 
-    tables: Tensor  # [B, M] int32
-    slots: Tensor  # [T] int64
+    block_tables: Tensor  # [B, M] int32
+    slots: Tensor  # [T] int64: slot of each row, block * S + offset
     lengths: Tensor  # [B] int32
     num_blocks: int
 
@@ -34,12 +34,48 @@ class LayerKV:
     """The paged KV cache of one attention layer in one step."""
 
     cache: Tensor  # [2, N, K, S, D]: keys, then values
-    block_tables: Tensor  # [B, M] int32; 0 (null block): freed, or beyond the sequence
+    block_tables: Tensor  # [B, M] int32; 0 (null block): the block is freed, or beyond the sequence
     slots: Tensor  # [T] int64: slot of each row, block * S + offset
     window: int | None = None  # a query attends to itself and the window - 1 keys before it
     scales: Tensor | None = None  # [2, N, K, S] float32 for a cache of int8 or of 8-bit floats
     is_chunked: bool = False  # whether windows begin at multiples of their size
     has_fixed_scales: bool = False  # whether `scales` has a fixed scale per head, which is only read
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """The states of one layer with linear attention in one step. Operations update the states in place."""
+
+    inputs: Tensor  # [N, W, C]: the last W inputs of the convolution of each state
+    recurrent: Tensor  # [N, H, D, F] float32
+    slots: Tensor  # [B] int64: index of each sequence's state
+    saves: Tensor  # [B * 4] int64: per sequence two pairs (number of rows, index), see `StateInputs.saves`
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """The recurrent states of the batch in one step."""
+
+    slots: Tensor  # [B] int64
+    saves: Tensor  # [B * 4] int64
+    """Two pairs (n, index) for each sequence: the state after the first n rows of the step is also written to
+    this index. A pair with n = 0 has no effect. Another sequence with the same prefix can then continue from
+    the saved state."""
+    layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
+
+    def layer(self, index: int) -> LayerState:
+        """Return the states of the layer with linear attention number ``index``."""
+        return LayerState(*self.layers[index], self.slots, self.saves)
+
+    def saved(self) -> Callable[[], None]:
+        """Copy the states of the batch. Return a function that restores them."""
+        copies = [(tensor, tensor[self.slots]) for layer in self.layers for tensor in layer]
+
+        def restore() -> None:
+            for tensor, values in copies:
+                tensor[self.slots] = values
+
+        return restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +89,10 @@ class KVGroupInputs:
     has_fixed_scales: bool = False
 
     def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] from positions [n, B]
-        """Return the slots of n positions of each sequence. Their blocks must be reserved."""
+        """Return the slots of n positions of each sequence.
+
+        The blocks of these positions must be reserved.
+        """
         blocks = self.block_tables.long().gather(1, (positions // block_size).T).T
         return blocks * block_size + positions % block_size
 
@@ -68,6 +107,8 @@ class KVCacheInputs:
     caches: tuple[Tensor, ...]  # L of [2, N, K, S, D]
     scales: tuple[Tensor | None, ...]  # L of [2, N, K, S]
     block_size: int
+    states: StateInputs | None = None
+    """The states of layers with linear attention; None for a model without such layers."""
 
     def layer(self, index: int) -> LayerKV:
         """Return the cache of layer ``index``."""
@@ -85,8 +126,8 @@ class KVCacheInputs:
     def advance(self) -> KVCacheInputs:
         """Return the inputs of the next step of the same batch, in which each sequence adds one row.
 
-        The blocks of this row must be reserved (``KVCache.reserve(context, lookahead)``). The method then
-        needs no block pool and runs on the device.
+        The block of each added row must be reserved (``KVCache.reserve(context, lookahead)``), so that this
+        method needs no block pool. It computes on the device of the tensors.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
         groups = []
@@ -101,17 +142,15 @@ class LoRAInputs:
 
     rows: Tensor  # [T] int64: index of the row's adapter, -1 for none
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """Slice name, e.g. ``model.layers.0.self_attn.q_proj`` -> A ``[n, R, in]``, B ``[n, out, R]``.
-
-    The adapter's scale is part of B. B is read fastest as a view of ``[n, R, out]``."""
+    """By slice name, e.g. ``model.layers.0.self_attn.q_proj``: the matrices A ``[n, R, in]``, B ``[n, out,
+    R]``. B includes the scale of the adapter. Kernels read B fastest if it is a view of ``[n, R, out]``."""
     ranks: Mapping[str, Tensor] = field(default_factory=dict)
-    """Slice name -> ``[n]`` int64 in host memory: number of ranks that each adapter uses, 0 if it has no
-    matrices for the slice. If a slice is missing here, adapters use all R ranks of it.
-    """
+    """By slice name, the rank of each adapter, ``[n]`` int64 in host memory; 0 for an adapter without
+    matrices for the slice. All adapters have rank R for slices that are missing here."""
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor], ...]:
-        """The adapters of this step, ascending, each with its rows ``[P]`` int64."""
+        """The indices of the adapters of this step, ascending, each with its rows ``[P]`` int64."""
         rows = self.rows.cpu().numpy()
         order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
         adapters, counts = np.unique(rows[order], return_counts=True)
@@ -123,7 +162,7 @@ class LoRAInputs:
         return replace(self, rows=self.rows[rows])
 
     def for_slices(self, names: Iterable[str]) -> LoRAInputs | None:
-        """Return the adapters with only the matrices of these slices; None if no slice has matrices."""
+        """Return these inputs with only the matrices of the given slices; None if no slice has matrices."""
         adapted_names = [name for name in names if name in self.matrices]
         if not adapted_names:
             return None
@@ -142,7 +181,8 @@ class SamplingInputs:
     uniforms: Tensor  # [R] float64 in [0, 1): the random number of the row, a function of (seed, position)
     is_limited: bool = True
     """Whether any row that is not greedy has a top_k or a top_p. If False, the sampler of a GPU lists no
-    candidates. The host sets this flag, because it cannot read the tensors on the device without waiting."""
+    candidates. The host computes this flag in advance, because it cannot read device tensors without
+    waiting."""
 
     def take(self, rows: Tensor) -> SamplingInputs:
         """Return the parameters of a selection of rows, ``rows [n]`` int64; rows may repeat."""

@@ -1,4 +1,4 @@
-"""Lazily packed weights: packing is deferred until after the weight has been used."""
+"""`LazyWeight`: a weight whose packing is deferred, usually until after the first step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch import Tensor
 
 
 class LazyWeight(Mapping[str, Tensor]):
-    """The tensors of a weight that is not packed yet. The first access packs it.
+    """The tensors of a packed weight by name. The first access to a tensor packs the weight.
 
-    Until then a back end may multiply by the floats of the parts, which is slower. With a float encoding the
-    results have the same bits. Packing needs memory for a second copy of the weight, and page faults in that
-    memory can take seconds. Deferring it makes the load and the first step faster.
+    Until the weight is packed, a back end may multiply by the floats of the parts, which is slower. With a
+    float encoding the results have the same bits. Packing allocates memory for a second copy of the weight,
+    and page faults in that memory can take seconds. Deferring it therefore makes the load and the first step
+    faster.
 
     Args:
-        parts: the weight as parts of ``[out, in]``, in order. Their memory must stay valid, for
-            example as a mapped file.
-        num_bytes: bytes that the packed tensors take.
-        pack: packs the weight, given the importance of its inputs or None.
+        parts: the parts of the weight ``[out, in]`` along its outputs, in order. Their memory must stay valid
+            until `release` is called, for example as a mapped file.
+        num_bytes: bytes of the packed tensors.
+        pack: returns the packed tensors, given the importance of the inputs or None.
     """
 
     def __init__(
@@ -32,18 +33,18 @@ class LazyWeight(Mapping[str, Tensor]):
         self._tensors: Mapping[str, Tensor] | None = None
         self.num_bytes = num_bytes
         self.release: Callable[[], None] = lambda: None
-        """Called when the parts are no longer needed."""
+        """Called once, after the weight has been packed and the parts are no longer needed."""
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """The parts of the weight before it is packed, empty afterwards."""
+        """The parts of the weight until it is packed; empty afterwards."""
         return self._parts
 
     def pack(self, importance: Tensor | None = None) -> Mapping[str, Tensor]:
-        """Return the tensors; pack the weight if it is not packed yet.
+        """Return the packed tensors. Pack the weight if it is not packed yet.
 
         Args:
-            importance: ``[in]``, see `LinearEncoding.pack`.
+            importance: ``[in]``, see `LinearEncoding.pack`. Ignored if the weight is packed already.
         """
         if self._tensors is None:
             self._tensors = self._pack(importance)

@@ -16,23 +16,24 @@ from torch import Tensor
 from penstock.kernels.encodings import encoding_named
 
 ROW_TILE = 16
-"""Row counts of torch products are padded to a multiple of this, because BLAS uses different kernels for few
-and many rows. MKL on Intel processors needs 16; with 8 rows the bits differ.
+"""The number of rows of a torch product is padded to a multiple of this number. Without padding, the bits of
+a row would depend on the number of rows, because BLAS uses different kernels for few and for many rows. MKL
+on Intel processors needs 16: with 8 rows the bits differ.
 """
 
 INPUT_BLOCK = 256
-"""Maximum number of inputs that one float32 product sums. On Intel processors, MKL splits longer sums over
-its threads, so their bits would depend on the number of threads.
+"""Maximum number of inputs that one float32 product sums. On Intel processors, MKL divides longer sums among
+its threads, so the bits of longer sums would depend on the number of threads.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of packed weights. A back end with a special layout defines it as a constant."""
+    """The memory layout of packed weights."""
 
     name: str
     to_rows: Callable[[PackedLinear], Mapping[str, Tensor]]
-    """Returns the tensors of a weight in this layout as `LinearEncoding.pack` defines them."""
+    """Converts the tensors of a weight in this layout to the tensors that `LinearEncoding.pack` returns."""
 
 
 def _get_tensors(packed: PackedLinear) -> Mapping[str, Tensor]:
@@ -45,7 +46,7 @@ ROWS = Layout("rows", _get_tensors)
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
-    """Output rows ``start:stop`` of a fused linear layer, under their name in the checkpoint."""
+    """The outputs ``start:stop`` of a fused linear layer, which form the layer ``name`` of the checkpoint."""
 
     name: str
     start: int
@@ -54,7 +55,7 @@ class LinearSlice:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer, ready to be multiplied by the `Ops` that packed it."""
+    """A linear layer, packed by an `Ops` for its own `linear`."""
 
     encoding: str
     tensors: Mapping[str, Tensor]
@@ -119,10 +120,12 @@ def pack_quantized(
     slices: Sequence[LinearSlice] = (),
     order: Tensor | None = None,  # [in] int32
 ) -> PackedLinear:
-    """Return the layer of a weight that is already encoded, with ``weight [out, in]``.
+    """Return the layer of a weight that is already quantized, in the layout `ROWS`.
+
+    ``rows`` are the tensors of the weight, as `LinearEncoding.pack` returns them.
 
     Raises:
-        ConfigError: the encoding is unknown.
+        ConfigError: there is a bias, and the encoding is unknown.
     """
     return make_packed_linear(rows, weight_shape([rows["weight"]]), encoding, bias, slices, order=order)
 
@@ -136,7 +139,11 @@ def make_packed_linear(
     layout: Layout = ROWS,
     order: Tensor | None = None,  # [in] int32
 ) -> PackedLinear:
-    """Return the layer of a packed weight, with the bias in the encoding's type of activations."""
+    """Return the layer of a packed weight. The bias is converted to the encoding's type of activations.
+
+    Raises:
+        ConfigError: there is a bias, and the encoding is unknown.
+    """
     if bias is not None:
         bias = bias.detach().to(encoding_named(encoding).compute_dtype.to_torch()).contiguous()
     return PackedLinear(encoding, tensors, shape[1], shape[0], bias, tuple(slices), layout, order)
@@ -148,7 +155,7 @@ def weight_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
-    """Return the tensors of a packed linear layer as `LinearEncoding.pack` defines them, for any layout.
+    """Return the tensors of a layer in any layout, converted to those that `LinearEncoding.pack` returns.
 
     The inputs are in the order of `PackedLinear.order`.
     """
@@ -156,6 +163,6 @@ def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
 
 
 def unpack_linear(packed: PackedLinear) -> Tensor:
-    """Return the weight ``[out, in]`` that a packed linear layer represents, for any layout."""
+    """Return the weight ``[out, in]`` of a layer in any layout, with the inputs in their original order."""
     weight = encoding_named(packed.encoding).unpack(tensors_in_rows(packed))
     return weight if packed.order is None else weight[:, packed.order.argsort()]

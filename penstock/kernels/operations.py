@@ -21,7 +21,7 @@ Arguments = dict[str, Any]
 
 
 class UnrecordableStepError(Exception):
-    """A step cannot be recorded and must run eagerly."""
+    """A step cannot be recorded or captured, and must run eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class CFunction:
     """
 
     arguments: str
-    """Types of the struct's fields in C++ (csrc), in order and in the notation of Python's `struct`: q int64,
-    P pointer (0 for none), d double."""
+    """Types of the fields of the C++ struct (csrc), in order and in the notation of Python's `struct`: q
+    int64, P pointer (0 for none), d double."""
     can_be_long: bool = False
-    """Whether `Kernels` also has ``long_<name>``, which releases the GIL. It is called for large inputs."""
+    """Whether `Kernels` also has ``long_<name>``, a variant for large inputs that releases the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,13 @@ class Operation:
     Raises `UnrecordableStepError` if the step cannot be recorded. None keeps all arguments.
     """
     functions: Mapping[str, CFunction]
-    """Name -> C function. A function that several operations call is listed in one row only."""
+    """The C functions of the operation by name.
+
+    A function that several operations call is in one row only.
+    """
 
     def bind(self, *args: object, **kwargs: object) -> Arguments:
-        """Return the arguments of a call by parameter name, with defaults."""
+        """Return the arguments of a call by parameter name, including defaults."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -68,9 +71,9 @@ def operation(
     simplify: Callable[[Arguments], Arguments] | None = None,
     functions: Mapping[str, CFunction] | None = None,
 ) -> Callable[[_Method], _Method]:
-    """Return a decorator that marks a method as an operation. The arguments are fields of `Operation`.
+    """Return a decorator that marks a method as an operation. The arguments are fields of its `Operation`.
 
-    Methods that override a marked method need no mark.
+    Overriding methods need no mark.
     """
 
     def mark(method: _Method) -> _Method:
@@ -88,6 +91,7 @@ def operation(
 
 
 _MARK = "_penstock_operation"
+"""Name of the attribute of a marked method that holds its `Operation`."""
 
 
 @cache

@@ -6,7 +6,7 @@ Other back ends inherit from it and override the operations that they compute fa
 
 Each method marked with `operation` is a row of the table of operations, see `kernels.operations`. The
 operations of audio codecs are in `kernels.convolution`, those of encoders in `kernels.encoder_ops`, those of
-routers in `kernels.routing`.
+linear attention in `kernels.recurrent_ops`, those of routers in `kernels.routing`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from penstock.kernels.operations import (
     collect_operations,
     operation,
 )
+from penstock.kernels.recurrent_ops import RecurrentOps
 from penstock.kernels.routing import RoutingOps
 from penstock.kernels.spans import ImageSpans
 
@@ -40,21 +41,25 @@ Gating = Activation | ClampedSwiGLU
 
 
 def _keep_layer_adapters(arguments: Arguments) -> Arguments:
-    """Return the arguments without the adapter matrices of other layers."""
+    """Return the arguments with only the adapter matrices of this layer; ``lora`` is None if it has none."""
     lora, packed = arguments["lora"], arguments["packed"]
     return {**arguments, "lora": lora and lora.for_slices(part.name for part in packed.slices)}
 
 
 def _refuse_expert_adapters(arguments: Arguments) -> Arguments:
-    """Return the arguments without adapters. Raise if adapters apply to experts, which cannot be recorded."""
+    """Return the arguments without adapters.
+
+    Raises:
+        UnrecordableStepError: adapters apply to these experts, which cannot be recorded.
+    """
     lora, packed = arguments["lora"], arguments["packed"]
     if lora is not None and lora.for_slices(packed.slice_names()):
         raise UnrecordableStepError("adapters on experts")
     return {**arguments, "lora": None}
 
 
-class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
-    """The operations of a back end. An instance has no state of a step, so several models can share it."""
+class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
+    """The operations of a back end. An instance keeps no state of a step, so several models can share it."""
 
     name: str
     """Name of the back end, as ``penstock env`` prints it."""
@@ -64,7 +69,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @property
     def packs_weights(self) -> bool:
-        """Whether this back end packs weights into a special layout, which can be cached in a file."""
+        """Whether this back end packs weights into a layout other than `ROWS`, which a file can cache."""
         return self.layout != ROWS
 
     @property
@@ -73,15 +78,15 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         return self.name
 
     def pack_into(self, memory: PrefaultedMemory) -> None:  # optional
-        """Allocate packed weights from this prefaulted memory until it is used up.
+        """Make the pack methods allocate weights from this prefaulted memory until it is used up.
 
         Does nothing in a back end that packs no weights in host memory.
         """
 
     def require_determinism(self) -> None:  # optional
-        """Compute every row with the same bits in any batch from now on.
+        """From now on, compute the result of a row with the same bits in every batch.
 
-        Does nothing in a back end whose operations always do this.
+        Does nothing in a back end whose results never depend on the batch.
         """
 
     def pack_linear(
@@ -92,7 +97,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Pack a weight for `linear`, in the given encoding and the layout that this back end reads fastest.
+        """Pack a weight of floats for `linear`, in the given encoding and in the `layout` of this back end.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -107,10 +112,10 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Pack a weight whose parts stay in memory, such as those of a mapped file. May defer packing.
+        """Pack a weight of floats whose parts stay valid, such as those of a mapped file. May defer packing.
 
-        If the back end can compute without packing, the tensors are a `LazyWeight`, and `linear` multiplies
-        by the floats of the parts until they are packed.
+        If packing is deferred, the tensors are a `LazyWeight`. `linear` may then multiply by the floats of
+        the parts until the weight is packed.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -126,12 +131,9 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         slices: Sequence[LinearSlice] = (),
         order: Tensor | None = None,  # [in] int32
     ) -> PackedLinear:
-        """Pack a quantized weight: ``weight [out, in]`` and the other tensors of its encoding.
+        """Pack a quantized weight. ``rows`` are its tensors, as `LinearEncoding.pack` returns them.
 
-        ``order`` is the order of its inputs, see `PackedLinear.order`.
-
-        Raises:
-            ConfigError: the encoding is unknown.
+        ``order`` is described in `PackedLinear.order`. An unknown encoding may raise `ConfigError`.
         """
         return pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
 
@@ -141,8 +143,8 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """Return the rows ``[T, E]`` of ``table [V, E]`` for ``tokens [T]``.
 
         On a CPU, a token outside the table raises `IndexError`. A GPU kernel cannot raise an error. It
-        returns NaN as the row of such a token, or 0 if the table has integers, so that sampling returns -1
-        for this row only. The same applies to `take_rows` and `rope_rows`.
+        returns NaN as the row of such a token, or 0 if the table has integers. NaN makes `sample` return -1
+        for this row. The same applies to the indices of `take_rows` and `rope_rows`.
         """
 
     @operation(
@@ -161,7 +163,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:  # [T, out]
-        """Return ``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter in its slices.
+        """Return ``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` in slices that the row's adapter adapts.
 
         Rows without an adapter have the same bits as in a call without ``lora``.
         """
@@ -197,7 +199,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 6q d")})
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise each row of ``x [..., E]`` to mean 0 and variance 1, then scale and shift it.
+        """Normalize each row of ``x [..., E]`` to mean 0 and variance 1, then scale and shift it.
 
         The scale is ``weight [E]``, the shift ``bias [E]``. For ``x [T, H, D]`` both can also be ``[H, D]``,
         one row for each head. Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
@@ -348,8 +350,8 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
     ) -> Tensor:  # [T, E]
         """Return the weighted sum of each row's top-k experts; an expert is ``down(gating(gate_up(x)))``.
 
-        All rows of an expert are multiplied in one product. Outputs are weighted and summed in float32, in
-        the order of the experts' ids.
+        With ``packed.is_part``, experts of other ranks are left out. Outputs are weighted and summed in
+        float32, in the order of the expert ids.
         """
 
     @operation(functions={"take_rows": CFunction("3P 4q")})
@@ -385,7 +387,7 @@ class Ops(EncoderOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """
 
     def implementations(self) -> dict[str, str]:
-        """Return the name of the back end that implements each operation, by name of the operation."""
+        """Return, by operation name, the name of the back end whose class defines the method."""
         return {name: self._implementation(name) for name in collect_operations(type(self))}
 
     def _implementation(self, operation: str) -> str:

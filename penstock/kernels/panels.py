@@ -1,11 +1,12 @@
 """Panels: weights in the order in which a CPU multiplies them, 64 outputs next to each other.
 
-This module defines in torch the layouts that the C++ kernels read. All are little-endian and contiguous.
-Outputs and inputs are padded with zero weights. N is the number of outputs, K the number of inputs:
+This module defines in torch the layouts that the C++ kernels read. All are little-endian and contiguous. N is
+the number of outputs and K the number of inputs. Both are rounded up to whole panels and groups, and padded
+with zero weights:
 
 * `FloatPanels` with 1 term: ``[N / 64, K, 64]``.
-* `FloatPanels` with 2 terms: ``[N / 64, K / 2, 64, 2]``: pairs of inputs, as the dot product instruction
-  takes them.
+* `FloatPanels` with 2 terms: ``[N / 64, K / 2, 64, 2]``. Two inputs are adjacent, as the dot product
+  instruction reads them.
 * `Int8Panels`: ``[N / 64, K / 4, 64, 4]`` uint8, the integer + 128, and ``scales [N]`` float32.
 * `GroupPanels` of 4 bits: ``[N / 64, K / 32, 1152]`` uint8. A group of 32 inputs has 1024 bytes of integers
   + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low half and input
@@ -28,8 +29,8 @@ from penstock.dtype import DType
 from penstock.kernels.encodings._sizes import GROUP, PANEL, group_bytes
 
 LAYOUTS_VERSION = 6
-"""Version of the layouts and of the numbers that packing computes. Increase it when either changes: files of
-packed weights contain it."""
+"""Version of the layouts and of the numbers that packing computes. Files of packed weights contain it.
+Increase it when a layout or the numbers change."""
 
 _LOW_BYTES = PANEL * GROUP // 2  # bytes of the low four bits of a group's integers
 FIFTH_BITS = torch.tensor(
@@ -55,15 +56,15 @@ class PanelLayout(ABC):
 
     @abstractmethod
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        """Convert a weight from the form that `LinearEncoding.pack` returns."""
+        """Return the tensors in panels of a weight; ``rows`` are the tensors of `LinearEncoding.pack`."""
 
     @abstractmethod
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-        """Invert `to_panels` exactly."""
+        """Return the tensors ``rows`` from which `to_panels` computed ``tensors``."""
 
 
 class FloatPanels(PanelLayout):
-    """Floats, with ``terms`` adjacent inputs of an output."""
+    """Floats. ``terms`` consecutive inputs of an output are adjacent."""
 
     def __init__(self, dtype: DType, terms: int) -> None:
         self.dtype = dtype
@@ -84,7 +85,7 @@ class FloatPanels(PanelLayout):
 
 
 class Int8Panels(PanelLayout):
-    """8-bit integers, with 4 adjacent inputs of an output, and scales."""
+    """8-bit integers with a scale per output. Four consecutive inputs of an output are adjacent."""
 
     dtype = DType.uint8
 
@@ -101,7 +102,7 @@ class Int8Panels(PanelLayout):
 
 
 class GroupPanels(PanelLayout):
-    """Integers of 4 or 5 bits in groups of 32 inputs, each group followed by its scales."""
+    """Integers of 4 or 5 bits in groups of 32 inputs. The scales of a group follow its integers."""
 
     dtype = DType.uint8
 
@@ -113,8 +114,8 @@ class GroupPanels(PanelLayout):
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         weight, scales = rows["weight"], rows["scales"]
-        missing, offset = -weight.shape[0] % PANEL, 1 << self._bits - 1
-        integers = F.pad(weight.short() + offset, (0, -weight.shape[1] % GROUP, 0, missing), value=offset)
+        extra_rows, offset = -weight.shape[0] % PANEL, 1 << self._bits - 1
+        integers = F.pad(weight.short() + offset, (0, -weight.shape[1] % GROUP, 0, extra_rows), value=offset)
         groups = integers.view(-1, PANEL, scales.shape[1], GROUP).transpose(1, 2)  # [P, G, 64, 32]
         steps = (
             (groups & 15).view(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)
@@ -122,7 +123,7 @@ class GroupPanels(PanelLayout):
         low = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
         fifth = ((groups >> 4).long() << FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
         words = (fifth[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)  # [P, G, 256]
-        columns = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
+        columns = F.pad(scales, (0, 0, 0, extra_rows)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
         halves = columns.contiguous().view(torch.uint8)  # [P, G, 128]
         return {"panels": torch.cat([low, words, halves] if self._bits > 4 else [low, halves], dim=2)}
 

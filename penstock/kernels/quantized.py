@@ -1,9 +1,9 @@
-"""Arithmetic of the integer encodings: how weights and activations are quantized and multiplied.
+"""Arithmetic of int8, int4 and int5: how weights and activations are quantized and multiplied.
 
-All integer encodings multiply integers. Weights are quantized at load. Each row of activations is quantized
-when it is used, by its own largest magnitude. The products of a row, or of a group of its inputs, are added
-exactly and scaled afterwards, so the order of these additions cannot change the result. The sums of groups
-are added in a fixed order. The bits of a row therefore do not depend on other rows.
+Both factors of a product are integers. Weights are quantized at load. Each row or group of activations is
+quantized when it is used, by its largest magnitude. The products of a row, or of a group of its inputs, are
+added exactly and scaled afterwards, so the order of these additions cannot change the result. The sums of
+groups are added in a fixed order. The bits of a row therefore do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from penstock.kernels.encodings._sizes import GROUP
 
 _MIN_MAGNITUDE = 1e-30
-"""A largest magnitude below this counts as 0, so that 127 / x is finite and x / 127 is not subnormal."""
+"""A row or group whose largest magnitude x is below this counts as 0. 127 / x is finite above it."""
 _MAX_HALF = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """Candidates of the scale search for 4 bits. A candidate d scales a group's largest weight to -d.
 
-They range from 7 (the integer -8 is unused) to 9 (the largest weight is clipped to -8). Weights that are
-multiples of such a scale do not change. With 5 bits each candidate is multiplied by 2."""
+They range from 7 (the integer -8 is unused) to 9 (the largest weight is clipped to -8). With 5 bits each
+candidate is multiplied by 2."""
 
 MAX_EXTRAS = 15
 """Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
 INPUTS_PER_EXTRA = 32
-"""Number of inputs of a row per allowed extra byte, if this allows fewer than `MAX_EXTRAS`."""
+"""Minimum number of inputs of a row per extra byte. It limits the extra bytes of short rows."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
 """Multiples of 127 to which the largest magnitude of a row of activations may be scaled, instead of 127."""
 
@@ -46,16 +46,16 @@ def multiply_rows(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None)
 def multiply_groups(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the sum over groups of ``sum(x_q * w_q) * scale_x * scale_w``, plus the bias.
 
-    The sum is in float32 and in the order of the groups. The last product and the addition round once, as a
-    fused multiply-add does. The result is rounded once to the type of x.
+    Groups are added in float32, in their order. The product with scale_w and the addition round once, as a
+    fused multiply-add does. The sum plus the bias is rounded once to the type of x.
     """
-    rows, row_scales = quantize(_groups(x.float()))  # [T, G, 32], [T, G]
+    x_codes, x_scales = quantize(_groups(x.float()))  # [T, G, 32], [T, G]
     weights = _groups(tensors["weight"].float())  # [out, G, 32]
     scales = tensors["scales"].double()  # [out, G]
     y = torch.zeros(len(x), len(weights), dtype=torch.float32, device=x.device)
     for group in range(weights.shape[1]):
-        sums = rows[:, group].float() @ weights[:, group].T  # exact: below 2^24
-        scaled = sums * row_scales[:, group, None]
+        sums = x_codes[:, group].float() @ weights[:, group].T  # exact: below 2^24
+        scaled = sums * x_scales[:, group, None]
         y = (scaled.double() * scales[:, group] + y).float()  # the product is exact in float64
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
@@ -63,8 +63,9 @@ def multiply_groups(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | Non
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return integers in -127..127 and the float32 scale of each row of ``x [..., n]``.
 
-    The scale is the largest magnitude of the row / 127. A row with a NaN or an infinity gets integers 0 and
-    the scale NaN, so its products are NaN.
+    The scale is the largest magnitude of the row divided by 127. A row below `_MIN_MAGNITUDE` gets integers 0
+    and the scale 0. A row with a NaN or an infinity gets integers 0 and the scale NaN, so its products are
+    NaN.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -75,10 +76,10 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows ``x [T, in]`` like `quantize`, but as int32 and with some integers beyond -127..127.
 
-    A kernel represents an integer beyond the range by several bytes in -127..127 that add up to it. A row may
-    have `MAX_EXTRAS` such extra bytes; a short row may have one per `INPUTS_PER_EXTRA` inputs. The largest
-    magnitude of a row is scaled to 127 times the largest of `_RANGES` that stays within this limit, or to 127
-    if none does.
+    A kernel represents an integer beyond the range by several bytes in -127..127 that add up to the integer.
+    A row may have `MAX_EXTRAS` extra bytes, but at most one per `INPUTS_PER_EXTRA` inputs. The largest
+    magnitude of a row is scaled to 127 times one of `_RANGES`: the last one before the first that needs more
+    extra bytes. If the first of `_RANGES` needs more, the largest magnitude is scaled to 127.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -99,18 +100,18 @@ def quantize_groups(weight: Tensor, bits: int, importance: Tensor | None) -> tup
     Args:
         weight: ``[out, in]``.
         bits: bits of an integer.
-        importance: ``[in]``, weights of the squared errors. None: all inputs have the same weight.
+        importance: ``[in]``, weights of the squared errors of the inputs. None: equal weights.
     """
     in_features = weight.shape[1]
     if importance is None:
         importance = torch.ones(in_features, device=weight.device)
     factors = _groups(importance.float()[None])  # [1, G, 32]
-    parts = [
+    row_blocks = [
         _search_scales(_groups(weight[start : start + _ROWS_PER_SEARCH].float()), factors, bits)
         for start in range(0, weight.shape[0], _ROWS_PER_SEARCH)
     ]
-    integers = torch.cat([part for part, _ in parts])  # [out, G, 32]
-    scales = torch.cat([part for _, part in parts])  # [out, G]
+    integers = torch.cat([block_integers for block_integers, _ in row_blocks])  # [out, G, 32]
+    scales = torch.cat([block_scales for _, block_scales in row_blocks])  # [out, G]
     return integers.flatten(1)[:, :in_features].contiguous(), scales
 
 
@@ -120,12 +121,11 @@ def _can_scale(largest: Tensor) -> Tensor:
 
 
 def _scale_rows(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return integers and scales of rows ``x [..., n]``.
+    """Return integers and scales of rows ``x [..., n]``, for the target of each row.
 
-    The largest magnitude of a row, ``largest [...]``, becomes the integer ``target [...]``.
-
-    ``target`` is a tensor, because torch computes a quotient with a Python number through a reciprocal, which
-    rounds differently.
+    The target, ``target [...]``, is the integer to which the largest magnitude of a row, ``largest [...]``,
+    is scaled. ``target`` is a tensor, because torch computes a quotient with a Python number through a
+    reciprocal, which rounds differently.
     """
     valid = _can_scale(largest)
     integers = torch.where(valid[..., None], (x * (target / largest)[..., None]).round(), 0)
@@ -135,11 +135,11 @@ def _scale_rows(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Ten
 def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the integers and the float16 scales of groups of weights ``[out, G, 32]``.
 
-    The scale that follows from the largest weight is rarely the best one, so each of `_DIVISORS` is tried.
-    For the integers q of weights w, and importance h ``[1, G, 32]`` of the inputs, the best scale is
-    ``sum(hwq) / sum(hqq)``. The candidate with the smallest weighted squared error is chosen, and the first
-    one on a tie. This is the candidate with the largest ``sum(hwq)^2 / sum(hqq)``. A group with a NaN or an
-    infinity gets the scale NaN and integers 0.
+    The scale that maps the largest weight to the largest integer is rarely the best, so each of `_DIVISORS`
+    is tried. For the integers q of weights w, and the importance h ``[1, G, 32]`` of the inputs, the best
+    scale is ``sum(hwq) / sum(hqq)``. Of the candidates, the one with the smallest weighted squared error is
+    chosen, that is, with the largest ``sum(hwq)^2 / sum(hqq)``; the first one on a tie. A group with a NaN or
+    an infinity gets the scale NaN and integers 0.
     """
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     index = groups.abs().argmax(-1, keepdim=True)  # the first index of the maximum

@@ -10,8 +10,8 @@ location, so that a replay needs neither the model nor Python between two operat
 * Every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
 
 A step can be recorded if its model applies only operations and views to activations. The result of any other
-function has no known location and raises `UnrecordableStepError`. Sizes are part of the plan: it replays only
-steps of exactly the recorded shapes.
+function has no known location. Passing it to an operation raises `UnrecordableStepError`. Sizes are part of
+the plan, which replays only steps of exactly the recorded shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.experts import PackedExperts
-from penstock.kernels.inputs import LayerKV, LoRAInputs
+from penstock.kernels.inputs import LayerKV, LayerState, LoRAInputs
 from penstock.kernels.operations import Arguments, Operation, UnrecordableStepError, collect_operations
 from penstock.kernels.ops import Ops
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Results: TypeAlias = Tensor | tuple[Tensor, ...] | None
 """The result of an operation: one tensor, several, or None."""
 ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector register."""
+"""Alignment of buffers in bytes: the size of a cache line and of the widest vector register."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class TensorRef:
     index: int  # index of the weight, of the input or of the buffer in the arena
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # elements from the start of the storage of that tensor, or of the buffer
+    offset: int  # elements from the start of the storage of the weight, input or buffer
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One operation: its arguments, each tensor replaced by a `TensorRef`, and the locations of its results.
+    """One operation: its arguments, and the locations of its results.
 
-    `PackedExperts` are not replaced.
+    In the arguments, a `TensorRef` replaces each tensor except those of `PackedExperts`.
     """
 
     operation: str
@@ -104,7 +104,7 @@ class Plan:
         def resolve(ref: TensorRef) -> Tensor:
             if ref.kind == "arena":
                 base, offset = arena, self.arena_offsets[ref.index] // ref.dtype.itemsize + ref.offset
-            else:  # its storage may contain tensors of several types
+            else:  # the storage may contain tensors of several types; offsets count elements of `ref.dtype`
                 base, offset = (self.weights if ref.kind == "weight" else inputs)[ref.index], ref.offset
             empty = torch.empty(0, dtype=ref.dtype, device=base.device)
             return empty.set_(base.untyped_storage(), offset, ref.shape, ref.strides)
@@ -116,7 +116,7 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
     """Run ``step`` once and return its plan.
 
     Args:
-        ops: the back end to run it on.
+        ops: the back end on which the step runs.
         inputs: the tensors that differ between steps, by name.
         step: runs the step on the given operations and returns its results.
 
@@ -126,13 +126,13 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
     """
     recorder = _Recorder(inputs)
     results = tuple(recorder.activation(tensor) for tensor in step(recording_ops(ops, recorder)))
-    offsets, size = _allocate_arena(recorder.buffers, recorder.records, results)
+    offsets, arena_bytes = _allocate_arena(recorder.buffers, recorder.records, results)
     return Plan(
         tuple(recorder.records),
         tuple(recorder.weights),
         tuple(inputs),
         tuple(offsets),
-        size,
+        arena_bytes,
         results,
     )
 
@@ -156,7 +156,7 @@ class _Recorder:
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of an input or of the result of an operation.
+        """Return the reference of an input, or of a result of a recorded operation.
 
         Raises:
             UnrecordableStepError: the tensor is neither.
@@ -179,13 +179,9 @@ class _Recorder:
     def references(self, value: object) -> object:
         """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
         if isinstance(value, LayerKV):  # all steps use the same cache, but other block tables and slots
-            kv_refs: dict[str, Any] = {
-                "cache": self.weight(value.cache),
-                "scales": None if value.scales is None else self.weight(value.scales),
-                "block_tables": self.activation(value.block_tables),
-                "slots": self.activation(value.slots),
-            }
-            return replace(value, **kv_refs)
+            return self._replace(value, ("cache", "scales"), ("block_tables", "slots"))
+        if isinstance(value, LayerState):  # all steps use the same states, but other slots
+            return self._replace(value, ("inputs", "recurrent"), ("slots", "saves"))
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
             matrices, ranks = (
                 _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)
@@ -197,6 +193,16 @@ class _Recorder:
             }
             return replace(value, **lora_refs)
         return _map_objects(value, Tensor, self.activation)
+
+    def _replace(
+        self, value: LayerKV | LayerState, weights: Sequence[str], activations: Sequence[str]
+    ) -> object:
+        """Return a copy in which references replace the tensors of some fields. None stays None."""
+        refs: dict[str, Any] = {name: self.activation(getattr(value, name)) for name in activations}
+        for name in weights:
+            tensor: Tensor | None = getattr(value, name)
+            refs[name] = None if tensor is None else self.weight(tensor)
+        return replace(value, **refs)
 
     def _result(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()
@@ -246,25 +252,25 @@ def _make_recording_method(row: Operation, inner: Ops, recorder: _Recorder) -> C
 def _allocate_arena(
     buffers: list[Tensor], records: list[Record], results: tuple[TensorRef, ...]
 ) -> tuple[list[int], int]:
-    """Return the offset of each buffer in the arena, and the size of the arena.
+    """Return the offset of each buffer in the arena, and the size of the arena, in bytes.
 
     Buffers with overlapping lifetimes do not overlap. Each buffer gets the first offset that fits.
     """
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    first_use: dict[int, int] = {}
+    last_use: dict[int, int] = {}
     for time, operation in enumerate(records):
         for ref in (*_find_refs(operation.arguments), *operation.results):
             if ref.kind == "arena":
-                first.setdefault(ref.index, time)
-                last[ref.index] = time
-    last |= {ref.index: len(records) for ref in results if ref.kind == "arena"}
+                first_use.setdefault(ref.index, time)
+                last_use[ref.index] = time
+    last_use |= {ref.index: len(records) for ref in results if ref.kind == "arena"}
     offsets: list[int] = []
     sizes = [-(-buffer.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for buffer in buffers]
     for index, size in enumerate(sizes):
         alive = sorted(
             (offsets[other], offsets[other] + sizes[other])
             for other in range(index)
-            if first[other] <= last[index] and first[index] <= last[other]
+            if first_use[other] <= last_use[index] and first_use[index] <= last_use[other]
         )
         offset = 0
         for begin, end in alive:

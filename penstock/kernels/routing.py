@@ -1,4 +1,4 @@
-"""The operations of mixture-of-experts routers: they select the experts of each row and weight them."""
+"""The operations of mixture-of-experts routers, which select and weight the experts of each row."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ScoreRouting:
     """
 
     scores: Literal["softmax", "sigmoid"]
-    """The score function: over all logits of a row, or of each logit separately."""
+    """The score function: softmax over all logits of a row, or sigmoid of each logit."""
     is_normed: bool
     """Whether the scores of the selected experts are divided by their sum."""
     scale: float = 1.0
-    """Factor by which the weights are multiplied."""
+    """Factor by which the weights are multiplied at the end."""
     groups: int = 1
-    """Number of groups of consecutive experts. Each row selects groups first, then experts in these
+    """Number of groups of consecutive experts. Each row selects groups first, then experts in the selected
     groups."""
     top_groups: int = 1
     """Number of groups to select. Groups are ranked by the sum of their two largest biased scores."""
@@ -37,9 +37,9 @@ class ScoreRouting:
 class SparseMixer:
     """Routing of Phi-3.5-MoE (Abdin et al. 2024, arXiv:2404.14219; Liu et al. 2023, arXiv:2310.00811).
 
-    Experts are selected one by one. The weight of each is its softmax over the experts that are not selected
-    yet and whose logits are near: ``(largest - logit) / max(abs(logit), largest) <= 2 * eps``. ``largest`` is
-    the largest logit of the experts that are not selected yet.
+    Experts are selected one by one, by descending logit. The weight of a selected expert is its softmax over
+    the experts that were not selected before it and whose logits are near: ``(largest - logit) /
+    max(abs(logit), largest) <= 2 * eps``. ``largest`` is the logit of the selected expert.
     """
 
     eps: float
@@ -48,12 +48,13 @@ class SparseMixer:
 Routing = Literal["all", "all_normed", "chosen"] | ScoreRouting | SparseMixer
 """How a router weights the selected experts.
 
-``all``: softmax over all experts. ``all_normed``: the same, normalized to sum 1 over the selected experts.
-``chosen``: softmax over the selected experts. `ScoreRouting` and `SparseMixer` describe the other rules."""
+``all``: softmax over all experts. ``all_normed``: as ``all``, but divided by the sum of the selected experts'
+weights. ``chosen``: softmax over the selected experts. `ScoreRouting` and `SparseMixer` describe the other
+rules."""
 
 
 class RoutingOps(ABC):
-    """The operations of routers, and of layers whose inputs or outputs are scaled by routers or gates."""
+    """The operations of routers, and `scale_rows` for inputs or outputs that routers or gates scale."""
 
     @operation(
         weights=["bias"],
@@ -67,23 +68,22 @@ class RoutingOps(ABC):
     def route(
         self,
         logits: Tensor,  # [T, N]
-        top: int,
+        top_k: int,
         routing: Routing,
         bias: Tensor | None = None,  # [N] float32
-    ) -> tuple[Tensor, Tensor]:  # [T, top] float32, [T, top] int64
-        """Return weights and ids of the ``top`` selected experts of each row.
+    ) -> tuple[Tensor, Tensor]:  # [T, top_k] float32, [T, top_k] int64
+        """Return weights and ids of the ``top_k`` selected experts of each row.
 
-        The named rules select the experts with the largest logits. The weights are a softmax over
-        all N logits (``all``), the same normalized to sum 1 over the selected experts (``all_normed``), or a
-        softmax over the selected logits (``chosen``). A NaN ranks as -inf. Only `ScoreRouting` uses ``bias``.
+        `Routing` describes the rules. ``all``, ``all_normed`` and ``chosen`` select the experts with the
+        largest logits. A NaN ranks as -inf. Only `ScoreRouting` supports a ``bias``.
         """
 
     @operation(functions={"scale_rows": CFunction("2q 3P 5q")})
     @abstractmethod
     def scale_rows(self, x: Tensor, factors: Tensor, *, are_logits: bool = False) -> Tensor:
-        """Return ``x * factors`` or ``x * sigmoid(factors)`` for ``x [T, F]`` and ``factors [T, 1]``.
+        """Return ``x * factors``, or with ``are_logits`` ``x * sigmoid(factors)``.
 
-        Computed in float32, returned in x's type.
+        ``x`` is ``[T, F]``, ``factors`` is ``[T, 1]``. Computed in float32, returned in x's type.
         """
 
     @operation(functions={"widen": CFunction("q 2P 3q")})

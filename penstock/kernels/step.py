@@ -1,4 +1,4 @@
-"""`StepInputs`: the inputs of a forward that all layers share."""
+"""`StepInputs`: the inputs of a step that all layers of a model share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from penstock.kernels.spans import ImageSpans
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs that all layers share in one step. A forward reads no global state."""
+    """The inputs that all layers of a model share in one step.
+
+    A forward pass reads no other state of the step.
+    """
 
     ops: Ops
     positions: Tensor  # [T] int64
@@ -21,10 +24,10 @@ class StepInputs:
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     text_lengths: Tensor | None = None
-    """[T] int64: the text length of each row, for rotary embeddings that depend on it; see
+    """[T] int64: the text length of each row, for rotary embeddings that depend on the text length; see
     `penstock.architectures.decoder`."""
     spans: ImageSpans | None = None
     """The images whose tokens attend to each other in both directions; see `Ops.attention`. None if the step
-    has no such image."""
+    has no such images."""
     blocks: SequenceBlocks | None = None
-    """See `Ops.sequence_blocks`; for attention without a KV cache."""
+    """The result of `Ops.sequence_blocks`, for attention without a KV cache."""

@@ -1,7 +1,7 @@
 """The paged KV cache: block tables, the prefix index, and the tensors.
 
-Schedulers import only `interface` and `reservation`. Importing this package does not import torch. Importing
-the manager or the storage does.
+Schedulers import only `interface` and `reservation`. Importing this package does not import torch. The
+modules `manager` and `storage` import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.host.lazy_names import lazy_names
 from penstock.kv_cache.block_pool import BlockPool
 from penstock.kv_cache.interface import KVCache, NullKVCache, restart
 from penstock.kv_cache.reservation import ReservedBatch, claim, reserve_drafts, reserve_steps, tokens_left
-from penstock.kv_cache.spec import KVCacheSpec, KVGroup
+from penstock.kv_cache.spec import KVCacheSpec, KVGroup, StateSpec
 
 if TYPE_CHECKING:
     from penstock.kv_cache.manager import KVCacheManager
@@ -27,6 +27,7 @@ __all__ = [
     "KVGroup",
     "NullKVCache",
     "ReservedBatch",
+    "StateSpec",
     "claim",
     "reserve_drafts",
     "reserve_steps",

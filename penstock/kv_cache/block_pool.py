@@ -1,4 +1,4 @@
-"""`BlockPool`: the blocks of one group of layers, which are free, referenced or cached.
+"""`BlockPool`: the free, referenced and cached KV blocks of one group of layers.
 
 Each block except the null block is in exactly one of three states::
 
@@ -16,9 +16,9 @@ Each block except the null block is in exactly one of three states::
 
 `forget` makes all cached blocks free. Eviction is part of `allocate`.
 
-Block 0 is the null block. It pads block tables and replaces freed blocks before a window. It is never
-allocated, and has neither references nor content. Allocation is deterministic: the same calls give the same
-blocks.
+Block 0 is the null block. It fills the unused entries of block tables, and the entries of freed blocks before
+a window. The null block is never allocated, and has neither references nor content. Allocation is
+deterministic: the same calls give the same blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Allocates blocks ``1 .. num_blocks - 1``, counts references, and finds blocks by their content."""
+    """Allocates blocks, counts the references to each block, and finds blocks by the digest of their content.
+
+    Args:
+        num_blocks: number of blocks, including the null block. The property `num_blocks` excludes it.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1, f"a pool has at least the null block, not {num_blocks} blocks"
@@ -41,12 +45,12 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._blocks_by_digest: dict[bytes, int] = {}
         self._free_blocks = list(range(num_blocks - 1, 0, -1))
-        self._num_used = 1
+        self._num_ever_used = 1
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
         self.on_evict: Callable[[bytes], None] | None = None
         """Function that is called with the digest of each evicted block."""
         self.on_reuse: Callable[[int, bytes], None] | None = None
-        """Function that is called with each evicted block and its digest, before the block gets new
+        """Function that is called with the id and the digest of each evicted block. The block still has its
         content."""
 
     @property
@@ -60,48 +64,52 @@ class BlockPool:
         return len(self._free_blocks) + len(self._cached_blocks)
 
     @property
-    def num_used(self) -> int:
-        """The number of blocks that have been allocated at least once, with the null block.
+    def num_ever_used(self) -> int:
+        """The number of blocks that have been allocated at least once, including the null block.
 
-        All of them have ids below this number, because new blocks are allocated in ascending order.
+        The ids of these blocks are 0 to ``num_ever_used - 1``, because the blocks that were never allocated
+        are allocated in ascending order.
         """
-        return self._num_used
+        return self._num_ever_used
 
     @property
     def num_cached(self) -> int:
         """The number of blocks with known content and no references."""
         return len(self._cached_blocks)
 
-    def references(self, block: int) -> int:
-        """Return the number of block tables that hold ``block``."""
+    def num_references(self, block: int) -> int:
+        """Return the number of references to ``block``: one per block table that contains it."""
         return self._references[block]
 
-    def all_references(self) -> list[int]:
+    def reference_counts(self) -> list[int]:
         """Return the number of references of every block, including the null block."""
         return list(self._references)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate ``count`` blocks without known content, with one reference each.
 
-        Evicts the least recently used cached blocks if no other blocks are free.
+        Evicts the least recently used cached blocks if too few other blocks are free.
 
         Raises:
-            InsufficientBlocksError: fewer blocks are free. No block is allocated.
+            InsufficientBlocksError: fewer than ``count`` blocks are free or cached. No block is allocated.
         """
         if count > self.num_free:
             raise InsufficientBlocksError(count, self.num_free, self.num_blocks)
         blocks = [self._free_blocks.pop() if self._free_blocks else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
-        self._num_used = max(self._num_used, max(blocks, default=0) + 1)
+        self._num_ever_used = max(self._num_ever_used, max(blocks, default=0) + 1)
         return blocks
 
     def lookup(self, digest: bytes) -> int | None:
-        """Return the block with this digest, or None. The block can be evicted unless it is retained."""
+        """Return the block that is registered under a digest, or None.
+
+        The block can be evicted unless it is retained.
+        """
         return self._blocks_by_digest.get(digest)
 
-    def find(self, digest: bytes) -> int:
-        """Return the block with this digest, which must be registered."""
+    def registered_block(self, digest: bytes) -> int:
+        """Return the block that is registered under a digest. There must be one."""
         return self._blocks_by_digest[digest]
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -114,8 +122,8 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one reference from each block.
 
-        Of these blocks, the last one is evicted first, because the beginning of a prompt is shared more often
-        than its end, and later blocks cannot be used without the earlier blocks.
+        The last of ``blocks`` is evicted before the first, because more contexts share the beginning of a
+        prompt than its end, and a later block cannot be used without the blocks before it.
         """
         for block in reversed(list(blocks)):
             assert self._references[block] > 0, f"block {block} is released but not in use"
@@ -131,8 +139,8 @@ class BlockPool:
         """Register a referenced block under the digest of its content.
 
         Returns:
-            Whether ``block`` is now registered. False if another block is registered with the same content;
-            ``block`` then becomes free when its last reference is removed.
+            Whether ``block`` is now registered. False if another block is registered under the same digest.
+            ``block`` then becomes free, not cached, when its last reference is removed.
         """
         assert self._references[block] > 0, f"block {block} is registered but not in use"
         assert self._digests[block] is None, f"the content of block {block} is already registered"
@@ -150,7 +158,7 @@ class BlockPool:
         self._digests = [None] * len(self._digests)
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError with the block counts unless each block is in exactly one state."""
+        """Raise an AssertionError unless each block is in one state and the digests are consistent."""
         # The scheduler calls this method when it becomes idle. The loops over all blocks run in C to save
         # time.
         references, digests = self._references.__getitem__, self._digests.__getitem__

@@ -20,7 +20,7 @@ class BlockTables:
         self.values: npt.NDArray[np.int32] = np.full((num_groups, 8, 8), NULL_BLOCK, np.int32)
 
     def row(self, group: int, slot: int) -> npt.NDArray[np.int32]:  # [M]
-        """Return the table of a slot in a group, as a view that is writable until the next `grow`."""
+        """Return the block table of a slot in a group, as a view. A later `grow` can invalidate the view."""
         row: npt.NDArray[np.int32] = self.values[group, slot]
         return row
 
@@ -33,27 +33,27 @@ class BlockTables:
     def batch_tables(
         self,
         slots: Sequence[int],  # [B]
-        length: int,
+        num_columns: int,
         end_positions: npt.NDArray[np.int64],  # [B]
-        counts: Sequence[int],  # [B]
+        token_counts: Sequence[int],  # [B]
         block_size: int,
     ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Return the block tables ``[B, length]`` and the slot mapping ``[T]`` of a batch, for each group.
+        """Return the block tables ``[B, num_columns]`` and slot mapping ``[T]`` of a batch, for each group.
 
         Args:
             slots: the slot of each sequence.
-            length: the number of columns.
+            num_columns: the number of entries of each block table to return.
             end_positions: the position after the last token of each sequence in the step.
-            counts: the number of tokens of each sequence in the step.
-            block_size: S, the tokens of a block. Entries of the slot mapping are ``block * S + offset in the
-                block``.
+            token_counts: the number of tokens of each sequence in the step.
+            block_size: S, the tokens of a block. An entry of the slot mapping is ``block * S + offset``, with
+                the token's offset in its block.
         """
         rows, positions = np.arange(len(slots)), end_positions - 1  # correct if each sequence has one token
-        if sum(counts) > len(slots):
-            rows = np.repeat(rows, counts)  # [T]
-            positions = np.arange(len(rows)) + (end_positions - np.cumsum(counts))[rows]  # [T]
+        if sum(token_counts) > len(slots):
+            rows = np.repeat(rows, token_counts)  # [T]
+            positions = np.arange(len(rows)) + (end_positions - np.cumsum(token_counts))[rows]  # [T]
         columns, offsets = np.divmod(positions, block_size)
-        tables = [table[slots, :length] for table in self.values]  # [B, length], copies
+        tables = [table[slots, :num_columns] for table in self.values]  # [B, num_columns], copies
         return [(table, table[rows, columns].astype(np.int64) * block_size + offsets) for table in tables]
 
     def _grow_axis(self, axis: int, min_size: int) -> None:

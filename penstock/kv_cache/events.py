@@ -1,4 +1,4 @@
-"""`CacheEventLog`: the blocks that a prefix cache has stored and removed since the last read."""
+"""`CacheEventLog`: the events of a prefix cache, which stores, removes and clears blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CacheEventLog:
             self._events.append(BlocksRemoved([digest]))
 
     def add_cleared(self) -> None:
-        """Record that all blocks were removed. Earlier events are dropped."""
+        """Record that all blocks were removed. Drops the earlier events, which no longer matter."""
         self._events = [BlocksCleared()]
 
     def take(self) -> list[CacheEvent]:

@@ -1,4 +1,4 @@
-"""Computes the digests of blocks. A digest covers the tokens of a block and all tokens before the block."""
+"""Computes the digests of KV blocks. A digest covers the tokens of its block and of all earlier blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int
     """Return the root of a chain of digests: the parent of the first block's digest.
 
     Args:
-        adapter_digest: the digest of the adapter's content.
-        cache_salt: the salt of the request.
+        adapter_digest: the digest of the adapter's content; None without an adapter.
+        cache_salt: the salt of the request, if any. Only requests with the same salt share blocks.
         regime: the regime of the sequence's length, see `KVCacheSpec.regime`.
     """
     parts = [adapter_digest, None if cache_salt is None else cache_salt.encode()]
@@ -32,10 +32,10 @@ def context_root(
 ) -> bytes | None:
     """Return the root of a context's digests, or None if its blocks must not be shared.
 
-    An adapter changes keys and values, so the digest of its content is part of the root. The name of an
-    adapter is not enough, because it can later refer to another adapter. If `adapter_digest` is None,
-    contexts with an adapter share no blocks. All images have the same token ids. Blocks are therefore shared
-    only if ``token_hash_overrides`` identifies the images. The regime is also part of the root.
+    The root covers the regime, the cache salt and the digest of the adapter's content. An adapter changes
+    keys and values; its name is not hashed, because the name can later refer to another adapter. Contexts
+    with an adapter share no blocks if `adapter_digest` is None. All images have the same token ids. A context
+    with images therefore shares blocks only if ``token_hash_overrides`` identifies the images.
     """
     if isinstance(context, TextAndVisionContext) and not context.identifies_images:
         return None
@@ -56,11 +56,11 @@ def chain_digests(
     """Return the digests of consecutive full blocks.
 
     Args:
-        parent: the digest of the block before them, or the root.
+        parent: the digest of the block before the first of ``blocks``, or the root.
         tokens: the tokens of the sequence.
         overrides: token index -> the id to hash instead of the token id, such as a hash of an image. All
             images have the same token ids.
-        blocks: indices of the blocks.
+        blocks: indices of the blocks in the sequence.
         block_size: tokens of a block.
     """
     first, stop = blocks.start * block_size, blocks.stop * block_size
@@ -69,15 +69,16 @@ def chain_digests(
     for index in sorted(index for index in overrides if first <= index < stop):
         ids[index - first] = overrides[index] % 2**64
         override_offsets.setdefault(index // block_size, []).append(index % block_size)
-    data, width = ids.tobytes(), 8 * block_size
+    data, bytes_per_block = ids.tobytes(), 8 * block_size
     digests = []
     for offset, block in enumerate(blocks):
-        # The positions of overrides are also hashed, so that an override differs from a token with the same
-        # id.
+        # The positions of overrides are also hashed, so that an override and a token with the same id have
+        # different digests.
         offset_bytes = (
             np.array(override_offsets[block], dtype="<u8").tobytes() if block in override_offsets else b""
         )
-        parent = _digest(parent + data[offset * width : (offset + 1) * width] + offset_bytes)
+        block_data = data[offset * bytes_per_block : (offset + 1) * bytes_per_block]
+        parent = _digest(parent + block_data + offset_bytes)
         digests.append(parent)
     return digests
 

@@ -17,12 +17,12 @@ class HostBlocks:
     """Stores blocks that the pools evict, and moves them back into free blocks of the device.
 
     If the host memory is full, a new block replaces the least recently used block. On a GPU, copies use
-    pinned memory and are queued on the stream of the kernels. A block is therefore saved before a later step
+    pinned memory and are queued on the stream of the kernels, so that a block is saved before a later step
     overwrites it.
 
     Args:
         spec: the groups of layers.
-        pools: the pools of the groups. `HostBlocks` sets their `on_reuse`, which saves evicted blocks.
+        pools: the pools of the groups. The constructor sets `BlockPool.on_reuse` to save evicted blocks.
         storage: the tensors of the cache.
         num_bytes: host memory for blocks, divided evenly among the groups.
     """
@@ -31,23 +31,24 @@ class HostBlocks:
         self, spec: KVCacheSpec, pools: Sequence[BlockPool], storage: KVCacheStorage, num_bytes: int
     ) -> None:
         self._pools = pools
-        self._device: list[list[Tensor]] = []  # for each group: tensors [2, N, ...]
-        self._host: list[list[Tensor]] = []  # for each group: tensors [2, C, ...]
+        # One entry per group of layers. C is the number of slots: the blocks that fit into host memory.
+        self._device_tensors: list[list[Tensor]] = []  # tensors [2, N, ...]
+        self._host_tensors: list[list[Tensor]] = []  # tensors [2, C, ...]
         self._slots: list[OrderedDict[bytes, int]] = []  # digest -> slot, least recently used first
         self._free_slots: list[list[int]] = []
         self.num_saved = self.num_restored = 0
         for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
             tensors = [tensor for layer in group.layers for tensor in storage.block_tensors(layer)]
             capacity = num_bytes // len(pools) // sum(tensor[:, 0].nbytes for tensor in tensors)
-            self._device.append(tensors)
-            self._host.append([_host_tensor(tensor, capacity) for tensor in tensors])
+            self._device_tensors.append(tensors)
+            self._host_tensors.append([_host_tensor(tensor, capacity) for tensor in tensors])
             self._slots.append(OrderedDict())
             self._free_slots.append(list(range(capacity)))
             pool.on_reuse = lambda block, digest, index=index: self._save(index, block, digest)
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks that fit into host memory, in the group of layers with the fewest blocks."""
+        """The number of blocks of a group that fit into host memory, in the group with the fewest."""
         return min(
             len(slots) + len(free_slots)
             for slots, free_slots in zip(self._slots, self._free_slots, strict=True)
@@ -56,13 +57,13 @@ class HostBlocks:
     def restore(self, digests: Sequence[bytes], num_cached: int) -> None:
         """Move the blocks after a cached prefix back to the device, in order.
 
-        The method stops at the first block that a group has neither on the device nor in host memory, and
-        when the group has no free block on the device. Moved blocks are registered as cached blocks of the
-        device. Nothing is moved if a group does not have the first of these blocks in host memory.
+        The method stops at the first block that a group has neither on the device nor in host memory, or for
+        which a group has no free block on the device. Moved blocks become cached blocks of the device.
+        Nothing is moved unless the first block after the prefix is in host memory in all groups.
 
         Args:
-            digests: the digests of a context's blocks, up to the last block that it may use.
-            num_cached: the number of leading blocks that the device holds.
+            digests: the digests of a context's blocks, up to the last block that the context may use.
+            num_cached: the number of leading blocks that are on the device.
         """
         if num_cached == len(digests) or not all(digests[num_cached] in slots for slots in self._slots):
             return
@@ -71,7 +72,7 @@ class HostBlocks:
             for pool in self._pools
         ]
         for pool, blocks in zip(self._pools, retained_blocks, strict=True):
-            pool.retain(blocks)  # prevents their eviction during the copies
+            pool.retain(blocks)  # prevents the eviction of these blocks by `_load`
         for digest in digests[num_cached:]:
             missing_groups = [index for index, pool in enumerate(self._pools) if pool.lookup(digest) is None]
             if any(
@@ -85,7 +86,7 @@ class HostBlocks:
             pool.release(blocks)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks from host memory."""
         for slots, free_slots in zip(self._slots, self._free_slots, strict=True):
             free_slots += slots.values()
             slots.clear()
@@ -100,7 +101,7 @@ class HostBlocks:
                 return
             free_slots.append(slots.popitem(last=False)[1])
         slots[digest] = slot = free_slots.pop()
-        for source, target in zip(self._device[index], self._host[index], strict=True):
+        for source, target in zip(self._device_tensors[index], self._host_tensors[index], strict=True):
             target[:, slot].copy_(source[:, block], non_blocking=True)
         self.num_saved += 1
 
@@ -108,7 +109,7 @@ class HostBlocks:
         """Move a block into a free block of the device, register it, and return it with one reference."""
         slot = self._slots[index].pop(digest)  # before `allocate`, which may evict and save another block
         (block,) = self._pools[index].allocate(1)
-        for target, source in zip(self._device[index], self._host[index], strict=True):
+        for target, source in zip(self._device_tensors[index], self._host_tensors[index], strict=True):
             target[:, block].copy_(source[:, slot], non_blocking=True)
         self._free_slots[index].append(slot)
         self._pools[index].register(block, digest)

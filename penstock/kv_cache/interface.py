@@ -23,31 +23,31 @@ from penstock.pipelines.core.cache_events import CacheEvent
 
 
 class KVCache(Protocol):
-    """Assigns blocks of the KV cache to contexts. One thread calls it."""
+    """Assigns blocks of the KV cache to contexts. Only one thread may call the methods."""
 
     max_length: int | None
     """Maximum length of a sequence that the model accepts; None without a limit. Set by the pipeline."""
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks in the group of layers that has the fewest blocks."""
+        """The number of blocks of a group of layers, in the group with the fewest."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that can be allocated now, in the group of layers with the fewest blocks."""
+        """The number of blocks that can be allocated now, in the group of layers with the fewest of them."""
         ...
 
     @property
     def num_cached_blocks(self) -> int:
-        """The number of free blocks with known content. `reserve` allocates these blocks last."""
+        """How many of the `num_free_blocks` have known content. `reserve` allocates these blocks last."""
         ...
 
     @property
     def prefix_limits(self) -> tuple[int, ...] | None:
         """Ascending sequence lengths. Contexts on different sides of a limit have different block digests.
 
-        None means that contexts share no prefixes.
+        None means that prefix caching is disabled.
         """
         ...
 
@@ -61,43 +61,45 @@ class KVCache(Protocol):
         ...
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
-        """Return whether the free blocks are enough for all current tokens of an unclaimed context.
+        """Return whether the free blocks are enough to compute all current tokens of an unclaimed context.
 
         Args:
-            context: the context. Its cached prefix needs no new blocks.
+            context: the context. It needs no free blocks for the part of its prefix that claimed contexts
+                hold.
             chunk_size: the maximum number of tokens that a step computes; None for no limit.
             headroom: the number of blocks that must remain free.
         """
         ...
 
     def claim(self, context: InputContext) -> None:
-        """Assign a slot and the cached blocks of its prefix to a context. Does nothing for a claimed context.
+        """Assign a slot and the cached blocks of its prefix to a context. Does nothing if it is claimed.
 
         ``start_idx`` moves to the end of the cached prefix. The cached prefix consists of full blocks. It
-        never includes the last active token, whose logits are needed. If nothing has been generated yet,
-        ``num_cached_tokens`` is set to the distance that ``start_idx`` moved. When a context that was
-        preempted during its prompt is claimed again, its prefix can consist of blocks that it computed
-        itself. The caller must then restore the ``num_cached_tokens`` of the first claim.
+        never includes the last active token, whose logits are needed. If the context has no generated tokens,
+        ``num_cached_tokens`` is set to the length of the cached prefix. When a context that was preempted
+        during its prompt is claimed again, the cached prefix can contain blocks that this context computed.
+        The caller must then restore the ``num_cached_tokens`` of the first claim.
         """
         ...
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
-        """Assign blocks for the tokens up to ``active_idx + lookahead``, unless they are assigned.
+        """Assign the missing blocks for the tokens up to ``active_idx + lookahead``.
 
-        If a context was rolled back into its committed tokens, ``start_idx`` moves down to the preceding
-        block boundary. Blocks that other contexts can read are therefore never written.
+        If a context was rolled back into its committed tokens, ``start_idx`` moves down to a block boundary
+        (to 0 if blocks that a window needs were freed). Blocks that other contexts can read are therefore
+        never written.
 
         Raises:
-            InsufficientBlocksError: a group of layers has too few blocks. No block is assigned.
+            InsufficientBlocksError: a group of layers has too few free blocks. No block is assigned.
         """
         ...
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
-        """Return the maximum number of blocks that ``reserve(context, lookahead)`` allocates."""
+        """Return the maximum number of blocks that ``reserve(context, lookahead)`` allocates in a group."""
         ...
 
     def steps_left(self, context: InputContext) -> int | None:
-        """Return how many tokens can be appended before the keys are stale or ``max_length`` is reached.
+        """Return how many tokens can be appended until the keys are stale or ``max_length`` is reached.
 
         None means that there is no limit.
         """
@@ -117,23 +119,23 @@ class KVCache(Protocol):
         the parent's ``start_idx``.
 
         Raises:
-            InsufficientBlocksError: no block is free for the copy. The cache has not changed.
+            InsufficientBlocksError: no block is free for the copy. The child is not claimed.
         """
         ...
 
     def release(self, context: InputContext) -> None:
-        """Free the slot and the blocks of a context. Does nothing for a context without a slot.
+        """Free the slot and the blocks of a context, if any, and drop the digests of its tokens.
 
-        The caller must call this method before ``context.reset()`` and when a waiting context is cancelled,
-        because `waits_for` and `admits` store digests of the context, which this method drops.
+        The caller must call this method before ``context.reset()``, and also when a waiting context is
+        cancelled, because `waits_for` and `admits` store the digests of waiting contexts.
         """
         ...
 
     def waits_for(self, context: InputContext) -> bool:
-        """Return whether a claimed context is computing the next block that an unclaimed context needs.
+        """Return whether a claimed context is computing the next block that ``context`` needs.
 
-        Waiting then takes less time than computing the block twice. The wait ends when the block is committed
-        or when the context that computes it is released.
+        ``context`` is not claimed yet. Waiting for the block takes less time than computing it twice. The
+        wait ends when the block is committed or when the context that computes it is released.
         """
         ...
 
@@ -141,7 +143,8 @@ class KVCache(Protocol):
         """Return whether the cached keys of a context are invalid (stale) for its next token.
 
         The keys are invalid if the length of the context has crossed a limit of `KVCacheSpec.key_limits`
-        since it was claimed or forked. All tokens of the context must then be computed again, see `restart`.
+        since the context was claimed. For a forked context, the length at the claim of the parent counts.
+        All tokens of the context must then be computed again, see `restart`.
         """
         ...
 
@@ -168,15 +171,15 @@ class KVCache(Protocol):
         ...
 
     def prefault_next(self) -> bool:
-        """Allocate some of the pages of the blocks that are used next. An idle worker calls this.
+        """Allocate memory pages for some of the blocks that are used next. An idle worker calls this method.
 
         Returns:
-            Whether pages may remain.
+            Whether pages may remain to be allocated.
         """
         ...
 
     def check_integrity(self) -> None:
-        """Raise an AssertionError with the block counts unless they are consistent.
+        """Raise an AssertionError unless the counts of blocks and references are consistent.
 
         Free, referenced and cached blocks must add up to all blocks. The reference counts of the blocks must
         equal the numbers of block tables that contain them.

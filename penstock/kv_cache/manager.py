@@ -30,6 +30,7 @@ from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.prefault import CachePrefault
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
+from penstock.kv_cache.states import RecurrentStates, SavedStates
 from penstock.kv_cache.storage import KVCacheStorage
 from penstock.pipelines.core import InputContext
 
@@ -40,13 +41,16 @@ class _Sequence:
 
     request_id: str
     slot: int
-    num_dropped: list[int]  # per group: number of freed blocks before the window
+    num_dropped: list[int]  # per group: number of table entries before the window, which hold the null block
     regime: int  # regime of the keys, see `KVCacheSpec.regime`
-    root: bytes | None = None  # root of the digests; None if the blocks must not be shared
+    root: bytes | None = None  # parent of the first block's digest; None if the blocks must not be shared
     num_blocks: int = 0  # number of blocks in each block table
-    num_full: int = 0  # number of committed blocks, which are read-only
+    num_committed: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
-    in_flight: list[bytes] = field(default_factory=list)  # digests being computed, last block first
+    in_flight: list[bytes] = field(default_factory=list)  # digests of blocks being computed, last block first
+    state_length: int = 0  # number of tokens in the recurrent state, see `KVCacheSpec.states`
+    branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
+    saves: list[tuple[int, int]] = field(default_factory=list)  # (blocks, index) of states the step saves
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -58,9 +62,10 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: digests a context's adapter; if None, contexts with adapters share no blocks.
-        host_memory: bytes of host memory for shared blocks that are evicted from the device.
+        adapter_digest: returns the digest of a context's adapter. If None, adapters prevent sharing.
+        host_memory: bytes of host memory for cached blocks that are evicted from the device; 0 for none.
         fixed_scales: see `KVCacheStorage`.
+        num_states: number of recurrent states to allocate, for a model with `KVCacheSpec.states`.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class KVCacheManager(PrefixCacheControls):
         adapter_digest: Callable[[InputContext], bytes] | None = None,
         host_memory: int = 0,
         fixed_scales: Mapping[int, Tensor] | None = None,
+        num_states: int = 0,
     ) -> None:
         assert len(num_blocks) == len(spec.groups), f"{len(num_blocks)} pools, {len(spec.groups)} groups"
         assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
@@ -84,9 +90,14 @@ class KVCacheManager(PrefixCacheControls):
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
         self._window_groups = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
+        self.states: RecurrentStates | None = None
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
+        if spec.states is not None:
+            num_saved = num_states if enable_prefix_caching else 0
+            self.states = RecurrentStates(spec.states, num_states, num_saved, device)
+            self._prefixes.saved_states = SavedStates(range(num_states, num_states + num_saved))
         if host_memory:
             self._prefixes.host = HostBlocks(spec, self._pools, self.storage, host_memory)
         self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
@@ -117,16 +128,18 @@ class KVCacheManager(PrefixCacheControls):
         )
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
+        if not self._has_free_state:
+            return False
         digests: list[bytes] = []
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         if chain is not None:
-            limit = self._max_cached_blocks(context)
-            digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, limit)]
+            max_cached = self._max_cached_blocks(context)
+            digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, max_cached)]
         num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
             cached_blocks = [pool.lookup(digest) for digest in digests[first:]]
-            num_shared = sum(block is not None and pool.references(block) > 0 for block in cached_blocks)
+            num_shared = sum(block is not None and pool.num_references(block) > 0 for block in cached_blocks)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
             if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
                 return False
@@ -140,7 +153,7 @@ class KVCacheManager(PrefixCacheControls):
         if self._enable_prefix_caching:
             self._use_cached_prefix(context, sequence)
         self._prefixes.forget(context.request_id)
-        num_cached = sequence.num_full * self.block_size
+        num_cached = sequence.num_committed * self.block_size
         context.set_token_indices(start_idx=num_cached, committed_idx=num_cached)
         if not len(context.generated_tokens):
             context.num_cached_tokens = num_cached
@@ -163,23 +176,25 @@ class KVCacheManager(PrefixCacheControls):
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
-        # After a rollback, `reserve` first frees all blocks after the rollback.
-        num_held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
-        return max(-(-(context.active_idx + lookahead) // self.block_size) - num_held, 0)
+        # `reserve` first frees blocks of a context that was rolled back, at most all of its blocks.
+        num_assigned = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks
+        return max(-(-(context.active_idx + lookahead) // self.block_size) - num_assigned, 0)
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
-        remaining = None if self.max_length is None else self.max_length - length
-        return min((n for n in (remaining, self.spec.steps_left(length)) if n is not None), default=None)
+        length_left = None if self.max_length is None else self.max_length - length
+        return min((n for n in (length_left, self.spec.steps_left(length)) if n is not None), default=None)
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)
-        num_full = min(context.start_idx // self.block_size, sequence.num_blocks)
-        if num_full > sequence.num_full:
-            self._register(context, sequence, num_full)
-            context.set_token_indices(committed_idx=num_full * self.block_size)
+        num_committed = min(context.start_idx // self.block_size, sequence.num_blocks)
+        if num_committed > sequence.num_committed:
+            self._register(context, sequence, num_committed)
+            context.set_token_indices(committed_idx=num_committed * self.block_size)
+        sequence.state_length = max(sequence.state_length, context.start_idx)
+        self._commit_saves(sequence)
         for index, group in self._window_groups:
-            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
+            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_committed)
             if first > sequence.num_dropped[index]:
                 row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
                 self._pools[index].release(row.tolist())
@@ -188,57 +203,62 @@ class KVCacheManager(PrefixCacheControls):
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
         assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
-        source = self._sequence(parent)
-        if self._is_rolled_back(parent, source):
-            self._roll_back(parent, source)
+        parent_sequence = self._sequence(parent)
+        if self._is_rolled_back(parent, parent_sequence):
+            self._roll_back(parent, parent_sequence)
         self.commit(parent)
         start = parent.start_idx
         assert np.array_equal(parent.all_tokens[:start], child.all_tokens[:start]), (
             f"{child.request_id} does not begin with the {start} computed tokens of {parent.request_id}"
         )
-        num_full, num_partial = source.num_full, int(start % self.block_size > 0)
+        num_committed, num_partial = parent_sequence.num_committed, int(start % self.block_size > 0)
         self._check_num_free(num_partial)
         sequence = self._assign_slot(child)
-        sequence.regime = source.regime
-        sequence.root, sequence.digests = source.root, list(source.digests)
-        sequence.num_dropped = list(source.num_dropped)
-        sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
+        sequence.regime, sequence.root = parent_sequence.regime, parent_sequence.root
+        sequence.digests = list(parent_sequence.digests)
+        sequence.num_dropped = list(parent_sequence.num_dropped)
+        sequence.num_committed, sequence.num_blocks = num_committed, num_committed + num_partial
+        sequence.state_length = parent_sequence.state_length
+        if self.states is not None:
+            self.states.copy(parent_sequence.slot, sequence.slot)
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
-            source_blocks = self._tables.row(index, source.slot)
+            parent_blocks = self._tables.row(index, parent_sequence.slot)
             child_blocks = self._tables.row(index, sequence.slot)
-            pool.retain(source_blocks[source.num_dropped[index] : num_full].tolist())
-            child_blocks[:num_full] = source_blocks[:num_full]
+            pool.retain(parent_blocks[parent_sequence.num_dropped[index] : num_committed].tolist())
+            child_blocks[:num_committed] = parent_blocks[:num_committed]
             for block in pool.allocate(num_partial):
-                self.storage.copy_block(index, int(source_blocks[num_full]), block)
-                child_blocks[num_full] = block
-        child.set_token_indices(start_idx=start, committed_idx=num_full * self.block_size)
+                self.storage.copy_block(index, int(parent_blocks[num_committed]), block)
+                child_blocks[num_committed] = block
+        child.set_token_indices(start_idx=start, committed_idx=num_committed * self.block_size)
 
     def release(self, context: InputContext) -> None:
         self._prefixes.forget(context.request_id)
         if not context.is_assigned_to_cache:
             return
         sequence = self._sequence(context)
+        self._drop_saves(sequence)
         self._truncate(sequence, 0)
         del self._sequences[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         context.unassign_from_cache()
 
     def waits_for(self, context: InputContext) -> bool:
-        if context.is_assigned_to_cache or not self._prefixes.has_in_flight:
+        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or self.states is not None:
             return False
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         return chain is not None and self._prefixes.is_awaited(chain, self._max_cached_blocks(context))
 
     def is_stale(self, context: InputContext) -> bool:
-        if not (self.spec.key_limits and context.is_assigned_to_cache):
-            return False
-        return self._sequence(context).regime != self.spec.regime(context.current_length)
+        can_be_stale = bool(self.spec.key_limits) and context.is_assigned_to_cache
+        return can_be_stale and self._sequence(context).regime != self.spec.regime(context.current_length)
 
     def discard_storage(self) -> None:
         assert not self._sequences, f"{len(self._sequences)} contexts hold blocks"
         self._prefault.stop()
         self.storage.discard()
+        if self.states is not None:
+            self.states.discard()
         self.forget_prefixes()
 
     def prefault_next(self) -> bool:
@@ -257,14 +277,19 @@ class KVCacheManager(PrefixCacheControls):
             starts: position of each context's first token in this step; by default its ``start_idx``.
             counts: number of each context's tokens and drafts in this step; by default ``active_length``.
         """
-        if starts is None:
-            starts = [context.start_idx for context in contexts]
-        if counts is None:
-            counts = [context.active_length for context in contexts]
+        starts = [context.start_idx for context in contexts] if starts is None else starts
+        counts = [context.active_length for context in contexts] if counts is None else counts
         sequences = [self._sequence(context) for context in contexts]
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        states = None
+        if self.states is not None:
+            saves = []
+            for sequence, start, end in zip(sequences, starts, end_positions.tolist(), strict=True):
+                sequence.state_length = end  # if the step fails, this differs from ``start_idx``
+                saves.append(self._plan_saves(sequence, start, end))
+            states = self.states.inputs(slots, saves)
         tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
@@ -281,6 +306,7 @@ class KVCacheManager(PrefixCacheControls):
             caches=self.storage.caches,
             scales=self.storage.scales,
             block_size=self.block_size,
+            states=states,
         )
 
     def check_integrity(self) -> None:
@@ -290,25 +316,31 @@ class KVCacheManager(PrefixCacheControls):
             for sequence in self._sequences.values():
                 row = self._tables.row(index, sequence.slot)
                 num_dropped, length = sequence.num_dropped[index], sequence.num_blocks
-                assert num_dropped <= sequence.num_full <= length, f"{sequence}"
+                assert num_dropped <= sequence.num_committed <= length, f"{sequence}"
                 held_columns = np.flatnonzero(row).tolist()
                 assert held_columns == list(range(num_dropped, length)), (
                     f"group {index}: table {row.tolist()} of {sequence}"
                 )
                 num_tables += np.bincount(row[num_dropped:length], minlength=len(num_tables))
-            references = pool.all_references()
+            references = pool.reference_counts()
             wrong_blocks = np.flatnonzero(num_tables != references).tolist()
             assert not wrong_blocks, (
                 f"group {index}: block {(block := wrong_blocks[0])} has {references[block]} references "
                 f"and is in {num_tables[block]} tables"
             )
-        in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
-        num_in_flight = self._prefixes.num_in_flight
-        assert in_flight == num_in_flight, f"{in_flight} != {num_in_flight} blocks in flight"
+        num_in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
+        num_marks = self._prefixes.num_in_flight
+        assert num_in_flight == num_marks, f"{num_in_flight} blocks in flight, but {num_marks} marks"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
+    @property
+    def _has_free_state(self) -> bool:
+        return self.states is None or len(self._sequences) < self.states.num_states
+
     def _assign_slot(self, context: InputContext) -> _Sequence:
+        if self.states is not None and not self._has_free_state:
+            raise InsufficientBlocksError(1, 0, self.states.num_states)
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
         context.assign_to_cache(slot)
         self._tables.grow(num_slots=slot + 1)
@@ -326,7 +358,7 @@ class KVCacheManager(PrefixCacheControls):
         return sequence
 
     def _use_cached_prefix(self, context: InputContext, sequence: _Sequence) -> None:
-        """Use the cached blocks of the prefix, and mark the other full blocks as in flight."""
+        """Assign the cached blocks of the prefix, and mark the other full blocks as being computed."""
         chain = self._prefixes.chain(context)
         if chain is None:
             return
@@ -334,23 +366,29 @@ class KVCacheManager(PrefixCacheControls):
         if self._uses_prefix_cache(context):
             self._prefixes.restore(chain, self._max_cached_blocks(context))
             num_cached = self._prefixes.num_usable_blocks(context, chain, self._max_cached_blocks(context))
+        if self.states is not None and self._prefixes.saved_states is not None:
+            sequence.branch = self._prefixes.num_cached_blocks(chain, self._max_cached_blocks(context))
+            if num_cached:
+                saved_state = self._prefixes.saved_states.find(chain.digests[num_cached - 1])
+                self.states.copy(saved_state, sequence.slot)
+                sequence.state_length = num_cached * self.block_size
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(num_cached * self.block_size) // self.block_size
-            blocks = [pool.find(digest) for digest in chain.digests[first:num_cached]]
+            blocks = [pool.registered_block(digest) for digest in chain.digests[first:num_cached]]
             pool.retain(blocks)
             self._tables.row(index, sequence.slot)[first:num_cached] = blocks
             sequence.num_dropped[index] = first
         sequence.root, sequence.digests = chain.root, chain.digests[:num_cached]
-        sequence.num_full = sequence.num_blocks = num_cached
+        sequence.num_committed = sequence.num_blocks = num_cached
         sequence.in_flight = chain.digests[num_cached:][::-1]
         self._prefixes.mark_in_flight(sequence.in_flight)
 
-    def _register(self, context: InputContext, sequence: _Sequence, num_full: int) -> None:
-        """Register the blocks ``[sequence.num_full, num_full)``, so that other contexts can share them."""
-        blocks = range(sequence.num_full, num_full)
+    def _register(self, context: InputContext, sequence: _Sequence, num_committed: int) -> None:
+        """Register the blocks of a sequence up to ``num_committed``, so that other contexts can use them."""
+        blocks = range(sequence.num_committed, num_committed)
         if sequence.root is not None:
-            # Hash the blocks again: a rollback may have changed tokens since they were marked in flight.
+            # Hash the blocks again: a rollback may have changed tokens since `claim` hashed the blocks.
             parent = sequence.digests[-1] if sequence.digests else sequence.root
             rows = [self._tables.row(index, sequence.slot) for index in range(len(self._pools))]
             tables = [row[blocks.start : blocks.stop].tolist() for row in rows]
@@ -358,12 +396,51 @@ class KVCacheManager(PrefixCacheControls):
         computed_digests = sequence.in_flight[-len(blocks) :]
         self._prefixes.clear_in_flight(computed_digests)
         del sequence.in_flight[len(sequence.in_flight) - len(computed_digests) :]
-        sequence.num_full = num_full
+        sequence.num_committed = num_committed
+
+    def _plan_saves(self, sequence: _Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
+
+        They are the states at the last block boundary of the step, and at the end of the blocks that were
+        cached when the context was claimed. A step of one row saves no state, because the later steps of the
+        same call would overwrite it.
+        """
+        saved_states = self._prefixes.saved_states
+        self._drop_saves(sequence)
+        if sequence.root is None or end - start < 2 or saved_states is None:
+            return []
+        pairs = []
+        for num_blocks in sorted({end // self.block_size, sequence.branch}):
+            position = num_blocks * self.block_size
+            if start < position <= end and (index := saved_states.reserve()) is not None:
+                sequence.saves.append((num_blocks, index))
+                pairs.append((position - start, index))
+        return pairs
+
+    def _commit_saves(self, sequence: _Sequence) -> None:
+        """Make the states that the last step has saved available to other contexts."""
+        for num_blocks, index in sequence.saves:
+            saved_states = self._prefixes.saved_states
+            assert saved_states is not None
+            if num_blocks <= sequence.num_committed:
+                saved_states.add(sequence.digests[num_blocks - 1], index)
+            else:
+                saved_states.free(index)
+        sequence.saves = []
+
+    def _drop_saves(self, sequence: _Sequence) -> None:
+        """Free the indices of states that a failed step should have saved."""
+        for _, index in sequence.saves:
+            assert self._prefixes.saved_states is not None
+            self._prefixes.saved_states.free(index)
+        sequence.saves = []
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
         """Return whether the next step would write into committed blocks or needs freed blocks."""
-        start, num_committed = context.start_idx, sequence.num_full * self.block_size
-        if start < num_committed or context.committed_idx < num_committed:
+        start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
+        if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
+            return True
+        if self.states is not None and start not in (0, sequence.state_length):
             return True
         return any(
             group.first_visible(start) // self.block_size < sequence.num_dropped[index]
@@ -377,6 +454,8 @@ class KVCacheManager(PrefixCacheControls):
         for index, group in self._window_groups:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
                 length = 0  # needed blocks were freed: compute all tokens again
+        if self.states is not None:
+            length = 0  # a state cannot be rolled back
         self._truncate(sequence, length)
         start = length * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)
@@ -389,7 +468,7 @@ class KVCacheManager(PrefixCacheControls):
             row[length:] = NULL_BLOCK
         self._prefixes.clear_in_flight(sequence.in_flight)
         sequence.in_flight = []
-        sequence.num_full = min(sequence.num_full, length)
+        sequence.num_committed = min(sequence.num_committed, length)
         sequence.num_blocks = length
         del sequence.digests[length:]
 

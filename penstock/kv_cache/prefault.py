@@ -1,7 +1,8 @@
 """`CachePrefault`: allocates pages of the KV cache before a step writes to them.
 
-The system allocates and clears a page of the cache on its first write. For a small model, this takes several
-percent of the prefill. An idle worker therefore allocates the pages of the blocks that are used next.
+The system allocates and clears a page of the cache on the first write to the page. For a small model, this
+takes several percent of the time of a prefill. An idle worker therefore allocates the pages of the blocks
+that are used next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.kv_cache.spec import KVCacheSpec
 from penstock.kv_cache.storage import KVCacheStorage
 
 PREFAULT_BYTES = 32 << 20
-"""Bytes of blocks of all layers that are allocated beyond the blocks that have been used.
+"""Bytes of never used blocks, over all layers, whose pages are allocated in advance.
 
 With huge pages, the system allocates more: up to 4 MiB for each layer, and up to 8 MiB for a layer with row
 scales.
@@ -22,7 +23,7 @@ scales.
 
 
 class CachePrefault:
-    """Allocates pages of a cache in host memory: `PREFAULT_BYTES` or one block beyond the used blocks.
+    """Allocates the pages of the next never used blocks: `PREFAULT_BYTES`, or one block if it is larger.
 
     Does nothing for a cache in the memory of a GPU.
 
@@ -42,7 +43,7 @@ class CachePrefault:
         self._is_stopped = any(tensor.device.type != "cpu" for tensor in tensors)
 
     def populate_next(self) -> bool:
-        """Allocate the pages of one layer, which takes at most some milliseconds.
+        """Allocate the pages of some blocks of one layer, which takes at most some milliseconds.
 
         Returns:
             Whether pages may remain. False after `stop`, after the system could not allocate pages, and for a
@@ -58,21 +59,21 @@ class CachePrefault:
         return not self._is_stopped
 
     def stop(self) -> None:
-        """Leave the remaining pages to the first write, for the rest of the process's life.
+        """Allocate no more pages. `KVCacheManager.discard_storage` calls this method.
 
-        After the memory has been returned, released blocks are used again first. They are not the blocks that
-        `_extend` adds.
+        After the storage is discarded, the pool allocates released blocks first. `_extend` would not allocate
+        pages for these blocks, but for blocks that were never used.
         """
         self._is_stopped = True
         self._pending.clear()
 
     def _extend(self) -> None:
-        """Add the next blocks of each group with at most half of `_num_ahead` populated, unused blocks."""
+        """Queue further blocks of each group that has at most ``_num_ahead / 2`` populated, unused blocks."""
         for index, pool in enumerate(self._pools):
-            if self._num_populated[index] - pool.num_used > self._num_ahead // 2:
+            if self._num_populated[index] - pool.num_ever_used > self._num_ahead // 2:
                 continue
-            first = max(self._num_populated[index], pool.num_used)
-            end = min(pool.num_used + self._num_ahead, pool.num_blocks + 1)
+            first = max(self._num_populated[index], pool.num_ever_used)
+            end = min(pool.num_ever_used + self._num_ahead, pool.num_blocks + 1)
             if first < end:
                 self._num_populated[index] = end
                 self._pending.extend((layer, first, end) for layer in self._spec.groups[index].layers)

@@ -1,4 +1,4 @@
-"""`PrefixIndex`: finds prefixes in the cache, and prefixes that running requests are computing."""
+"""`PrefixIndex`: finds the cached blocks of a prefix, and the blocks that running requests are computing."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from penstock.kv_cache.events import CacheEventLog
 from penstock.kv_cache.hashing import chain_digests, context_root
 from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.spec import KVCacheSpec
+from penstock.kv_cache.states import SavedStates
 from penstock.pipelines.core import InputContext
 from penstock.pipelines.core.cache_events import CacheEvent
 
 
 @dataclass(slots=True)
-class Chain:
+class DigestChain:
     """The digests of the full blocks of a context, for its current tokens."""
 
     root: bytes
     num_tokens: int
     digests: list[bytes]
     num_cached: int = 0
-    """Number of leading blocks that the last lookup found, without regard to windows."""
+    """Number of leading blocks that the last lookup found in all groups without a window."""
 
 
 class PrefixIndex:
-    """Finds blocks by content in the pools of all groups.
+    """Finds blocks by the digests of their content in the pools of all groups.
 
-    The digests of a waiting context are computed once for its current length, and dropped when the context is
-    claimed or cancelled.
+    The digests of a waiting context are stored until its length changes, or it is claimed or cancelled.
     """
 
     def __init__(
@@ -51,16 +51,18 @@ class PrefixIndex:
         self._pools = pools
         self._events: CacheEventLog | None = None
         self.host: HostBlocks | None = None
-        """Evicted blocks in host memory; None if evicted blocks are not stored."""
-        self._chains: dict[str, Chain] = {}
+        """The evicted blocks in host memory; None if evicted blocks are dropped."""
+        self.saved_states: SavedStates | None = None
+        """The saved recurrent states; None for a model without recurrent states."""
+        self._chains: dict[str, DigestChain] = {}
         self._in_flight: dict[bytes, int] = {}
 
     def root(self, context: InputContext) -> bytes | None:
         """Return the root of a context's digests, or None if its blocks must not be shared."""
         return context_root(context, self._spec.regime(context.current_length), self._adapter_digest)
 
-    def chain(self, context: InputContext) -> Chain | None:
-        """Return the digests of a context that is not claimed yet; None if its blocks are not shared."""
+    def chain(self, context: InputContext) -> DigestChain | None:
+        """Return the digests of a context that is not claimed yet; None if its blocks must not be shared."""
         chain = self._chains.get(context.request_id)
         if chain is not None and chain.num_tokens == context.current_length:
             return chain
@@ -68,7 +70,7 @@ class PrefixIndex:
         if root is None:
             return None
         digests = self.digests(context, root, range(context.current_length // self._block_size))
-        chain = Chain(root, context.current_length, digests)
+        chain = DigestChain(root, context.current_length, digests)
         self._chains[context.request_id] = chain
         return chain
 
@@ -84,9 +86,9 @@ class PrefixIndex:
 
         Args:
             context: the context that computed the blocks.
-            parent: the digest of the block before them, or the root.
+            parent: the digest of the block before the first of ``blocks``, or the root.
             blocks: the indices of the blocks in the context.
-            tables: the block ids for each pool.
+            tables: the ids of the blocks in each pool.
         """
         digests = self.digests(context, parent, blocks)
         are_registered = [
@@ -101,7 +103,7 @@ class PrefixIndex:
         return digests
 
     def record_events(self) -> None:
-        """Start recording the events of the first pool without a window, or of the first pool of all."""
+        """Start recording the events of the first pool without a window; if all have one, the first pool."""
         if self._events is None:
             self._events = CacheEventLog()
             self._recorded_pool.on_evict = self._events.add_removed
@@ -110,18 +112,20 @@ class PrefixIndex:
         """Return the events since the last call; empty if events are not recorded."""
         return [] if self._events is None else self._events.take()
 
-    def restore(self, chain: Chain, limit: int) -> None:
-        """Copy evicted blocks among the first ``limit`` blocks of a chain back to the device."""
+    def restore(self, chain: DigestChain, max_blocks: int) -> None:
+        """Move the evicted blocks among the first ``max_blocks`` blocks of a chain back to the device."""
         if self.host is not None:
-            self.host.restore(chain.digests[:limit], self.num_cached_blocks(chain, limit))
+            self.host.restore(chain.digests[:max_blocks], self.num_cached_blocks(chain, max_blocks))
 
     def forget_all(self) -> None:
-        """Remove all blocks from the index, and the evicted blocks in host memory."""
+        """Remove all blocks from the index, and all blocks from host memory."""
         if self.host is not None:
             self.host.clear()
         for pool in self._pools:
             pool.forget()
         self._chains.clear()
+        if self.saved_states is not None:
+            self.saved_states.clear()
         if self._events is not None:
             self._events.add_cleared()
 
@@ -133,40 +137,44 @@ class PrefixIndex:
         """Drop the digests of a waiting context."""
         self._chains.pop(request_id, None)
 
-    def num_cached_blocks(self, chain: Chain, limit: int) -> int:
-        """Return the number of leading blocks, at most ``limit``, that do not have to be computed.
+    def num_cached_blocks(self, chain: DigestChain, max_blocks: int) -> int:
+        """Return the number of leading blocks, at most ``max_blocks``, that do not have to be computed.
 
-        For layers without a window all of these blocks are cached. For layers with a window the blocks that
-        the next query sees are cached.
+        Layers without a window have all these blocks in the cache. Layers with a window have at least the
+        blocks that the next query sees.
         """
-        return self._num_cached_from(chain, 0, limit)
+        return self._num_cached_from(chain, 0, max_blocks)
 
-    def num_usable_blocks(self, context: InputContext, chain: Chain, limit: int) -> int:
-        """Return the number of cached leading blocks, at most ``limit``, after which the next step can begin.
+    def num_usable_blocks(self, context: InputContext, chain: DigestChain, max_blocks: int) -> int:
+        """Return the number of cached leading blocks, at most ``max_blocks``, after which a step can begin.
 
-        A step cannot begin inside an image with bidirectional attention.
+        A step cannot begin inside an image with bidirectional attention. With recurrent states, it can only
+        begin at a position whose state is saved.
         """
-        num_cached = self.num_cached_blocks(chain, limit)
+        num_cached = self.num_cached_blocks(chain, max_blocks)
         while (
             start := context.boundary_before(num_cached * self._block_size)
         ) < num_cached * self._block_size:
             num_cached = self.num_cached_blocks(chain, start // self._block_size)
+        if self.saved_states is not None:
+            while num_cached and chain.digests[num_cached - 1] not in self.saved_states:
+                num_cached -= 1
         return num_cached
 
-    def is_awaited(self, chain: Chain, limit: int) -> bool:
-        """Return whether a running request is computing the first of ``limit`` blocks that is not cached.
+    def is_awaited(self, chain: DigestChain, max_blocks: int) -> bool:
+        """Return whether a running request is computing the first uncached one of ``max_blocks`` blocks.
 
-        The scheduler calls this method for many contexts in each step. The lookup therefore continues at the
-        position of the last lookup. The result is outdated if a block before that position has since been
-        evicted. In that case the context waits unnecessarily for a running request.
+        The scheduler calls this method for many contexts in each step. The lookup therefore continues at
+        ``chain.num_cached``, where the last lookup ended. If an earlier block has been evicted since the last
+        lookup, the result can be wrong: the context then waits unnecessarily.
         """
         start = (
             chain.num_cached
-            if chain.num_cached <= limit and self._is_known(chain, chain.num_cached - 1)
+            if chain.num_cached <= max_blocks and self._is_known(chain, chain.num_cached - 1)
             else 0
         )
-        num_cached = self._num_cached_from(chain, start, limit)
-        return num_cached < limit and chain.digests[num_cached] in self._in_flight
+        num_cached = self._num_cached_from(chain, start, max_blocks)
+        return num_cached < max_blocks and chain.digests[num_cached] in self._in_flight
 
     def mark_in_flight(self, digests: Iterable[bytes]) -> None:
         """Mark the blocks with these digests as in flight, that is, being computed."""
@@ -174,7 +182,7 @@ class PrefixIndex:
             self._in_flight[digest] = self._in_flight.get(digest, 0) + 1
 
     def clear_in_flight(self, digests: Iterable[bytes]) -> None:
-        """Remove the marks, after the blocks have been computed or the request has ended."""
+        """Remove one mark per digest, after the block has been computed or the request has ended."""
         for digest in digests:
             self._in_flight[digest] -= 1
             if not self._in_flight[digest]:
@@ -190,21 +198,22 @@ class PrefixIndex:
         """The number of in-flight marks. A block that several contexts compute has several marks."""
         return sum(self._in_flight.values())
 
-    def _num_cached_from(self, chain: Chain, start: int, limit: int) -> int:
+    def _num_cached_from(self, chain: DigestChain, start: int, max_blocks: int) -> int:
         num_cached = start
-        while num_cached < limit and self._is_known(chain, num_cached):
+        while num_cached < max_blocks and self._is_known(chain, num_cached):
             num_cached += 1
         chain.num_cached = num_cached
         while num_cached and (missing_block := self._last_missing_block(chain, num_cached)) is not None:
             num_cached = missing_block  # a longer prefix would need the missing block
         return num_cached
 
-    def _is_known(self, chain: Chain, block: int) -> bool:
+    def _is_known(self, chain: DigestChain, block: int) -> bool:
+        """Return whether all groups without a window have a block in the cache. False for block -1."""
         return block >= 0 and all(
             pool.lookup(chain.digests[block]) is not None for pool in self._pools_without_window
         )
 
-    def _last_missing_block(self, chain: Chain, num_cached: int) -> int | None:
+    def _last_missing_block(self, chain: DigestChain, num_cached: int) -> int | None:
         """Return the last block before ``num_cached`` that a window needs and that is not cached, or None."""
         for pool, group in self._window_pools:
             first = group.first_visible(num_cached * self._block_size) // self._block_size

@@ -1,7 +1,8 @@
 """Computes the number of decode steps of a batch, and reserves their cache blocks.
 
-Only `reserve_steps` decides how many steps a batch runs. The scheduler calls it while it builds a batch, and
-passes a `ReservedBatch` to the pipeline. A pipeline calls it for every other batch.
+Only `reserve_steps` decides how many steps a batch runs. The scheduler calls `reserve_steps` while it builds
+a batch, and passes a `ReservedBatch` to the pipeline. For a batch that is no `ReservedBatch`, the pipeline
+calls `reserve_steps`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def claim(kv: KVCache, context: InputContext) -> None:
 
 
 def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
-    """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
+    """Reserve cache blocks for the next steps of a batch and return how many steps the batch can run.
 
     The result is 1 if a context must be checked after each token or computes a chunk of its prompt, or if the
     cache has too few free blocks for more steps of all contexts. The result does not exceed `tokens_left` of
@@ -40,8 +41,8 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
         num_steps: the maximum number of steps, at least 1.
 
     Raises:
-        InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the failing context
-            keep their blocks.
+        InsufficientBlocksError: the free blocks do not suffice for one step. The contexts before the one that
+            failed keep their blocks.
     """
     if num_steps > 1:
         num_steps = _max_steps(kv, contexts, num_steps)
@@ -53,8 +54,8 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
 def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
     """Reserve cache blocks for drafts of a context and return how many drafts have blocks.
 
-    The blocks of the active tokens must be reserved already. The number is halved until the cache has enough
-    blocks.
+    The blocks of the active tokens must be reserved already. The number of drafts is halved until the cache
+    has enough free blocks.
     """
     while num_drafts:
         try:
@@ -67,7 +68,7 @@ def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
 
 
 def tokens_left(kv: KVCache, context: InputContext) -> int | None:
-    """Return how many tokens a context may generate in one call of a pipeline; None for any number."""
+    """Return how many tokens a context may generate in one call of a pipeline; None without a limit."""
     steps, max_length = kv.steps_left(context), context.max_length
     if max_length is None:
         return steps

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 class KVGroup:
     """Layers that share one block table.
 
-    Their keys have the same shape, and their attention has the same window.
+    The keys of these layers have the same shape, and their attention has the same window.
     """
 
     layers: tuple[int, ...]
@@ -22,12 +22,13 @@ class KVGroup:
     head_dim: int
     dtype: DType
     window: int | None = None
-    """A query sees its own key and the ``window - 1`` keys before it; None for all keys."""
+    """The number of keys that a query sees: its own key and the keys before it; None for all keys."""
     is_chunked: bool = False
-    """Whether attention is chunked: a query sees no key before the last multiple of the window."""
+    """Whether attention is chunked: the query at position p sees only the keys from the last multiple of
+    ``window`` to p."""
     has_fixed_scales: bool = False
-    """Whether the checkpoint gives the scales of each head of a quantized cache. Otherwise each row of a
-    quantized cache stores its own scale."""
+    """Whether the scales of a quantized cache come from the checkpoint, one per head. Otherwise each row of
+    a quantized cache stores its own scale."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -46,7 +47,7 @@ class KVGroup:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the cache stores numbers that are multiplied by scales."""
+        """Whether the cache stores int8 or float8 numbers, which are multiplied by scales."""
         return self.dtype in (DType.int8, DType.float8_e4m3fn)
 
     @property
@@ -56,7 +57,7 @@ class KVGroup:
 
     @property
     def has_row_scales(self) -> bool:
-        """Whether each row of each head has a scale in the cache."""
+        """Whether the cache stores a scale for each row: the key or value of a token in one head."""
         return self.is_quantized and not self.has_fixed_scales
 
     def bytes_per_block(self, block_size: int) -> int:
@@ -84,9 +85,32 @@ class KVGroup:
         num_blocks = -(-num_tokens // block_size)
         if self.window is None or chunk_size is None:
             return num_blocks
-        # number of positions that a step uses; the first position can be anywhere in a block
+        # The number of positions that a step reads or writes. The first one can be anywhere in a block.
         span = self.window - 1 + chunk_size
         return min(num_blocks, (span + block_size - 2) // block_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """The recurrent state of layers with linear attention. It has the same size for every sequence."""
+
+    num_layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    """The channels of the convolution: queries, keys and values."""
+    kernel: int
+    """The width of the convolution. The state has the last ``kernel - 1`` inputs."""
+    dtype: DType
+    """The type of the inputs of the convolution. The recurrent state is float32."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the state of one sequence, for all layers."""
+        inputs = (self.kernel - 1) * self.channels * self.dtype.size_in_bytes
+        recurrent = self.heads * self.key_dim * self.value_dim * DType.float32.size_in_bytes
+        return self.num_layers * (inputs + recurrent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +121,8 @@ class KVCacheSpec:
     key_limits: tuple[int, ...] = ()
     """Ascending sequence lengths at which LongRoPE changes its factors.
 
-    When a sequence exceeds a limit, all its keys must be computed again. The lengths between two limits are a
-    regime.
+    When a sequence exceeds a limit, all its keys must be computed again. A range of lengths between two
+    limits is called a regime. Regimes are numbered from 0.
     """
     shares_prefixes: bool = True
     """Whether a common prefix of two sequences of one regime has the same keys in both sequences.
@@ -109,6 +133,9 @@ class KVCacheSpec:
     max_bidirectional_tokens: int = 0
     """Maximum number of tokens that must be computed in one step, because they attend to each other in both
     directions (an image); 0 if a step can end after any token."""
+    states: StateSpec | None = None
+    """The recurrent states of layers with linear attention, which are not in `groups`. Contexts of such a
+    model share a prefix only up to a position whose state was saved."""
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)
@@ -120,18 +147,18 @@ class KVCacheSpec:
             raise ConfigError("key_limits", f"must ascend from 1 on, were {self.key_limits}")
 
     def regime(self, length: int) -> int:
-        """Return the regime: the number of limits that a sequence of ``length`` tokens exceeds."""
+        """Return the regime of a sequence of ``length`` tokens: the number of limits that it exceeds."""
         return bisect_left(self.key_limits, length)
 
-    def shortest(self, length: int) -> int:
-        """Return the smallest length in the regime of a sequence with ``length`` tokens: 0 in the first."""
+    def min_regime_length(self, length: int) -> int:
+        """Return the smallest length in the regime of a sequence with ``length`` tokens; 0 for regime 0."""
         regime = self.regime(length)
         return self.key_limits[regime - 1] + 1 if regime else 0
 
     def steps_left(self, length: int) -> int | None:
         """Return how many tokens a sequence can generate with its cached keys; None if unlimited.
 
-        With the last of these tokens the sequence exceeds a limit, so the next step computes all tokens of
+        With the last of these tokens, the sequence exceeds a limit. The next step then computes all tokens of
         the sequence again.
         """
         regime = self.regime(length)

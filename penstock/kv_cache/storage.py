@@ -21,7 +21,7 @@ class KVCacheStorage:
 
     Args:
         spec: the groups of layers.
-        num_blocks: blocks of each group.
+        num_blocks: number of blocks of each group, including the null block.
         block_size: tokens of a block.
         device: the device of the tensors.
         fixed_scales: layer -> scales of keys and values ``[2, K]`` float32, for all layers of groups with
@@ -63,7 +63,7 @@ class KVCacheStorage:
         """Function that is called before pages are allocated, with the arguments of `populate`."""
 
     def discard(self) -> None:
-        """Return the memory of all blocks to the system. All keys, values and row scales are then zero.
+        """Return the memory of all blocks to the system. Afterwards all keys, values and row scales are zero.
 
         The tensors keep their addresses, because compiled steps contain them.
 
@@ -82,14 +82,15 @@ class KVCacheStorage:
     def populate(self, layer: int, first: int, end: int) -> bool:
         """Allocate the pages of the blocks ``first .. end - 1`` of a layer in host memory.
 
-        Otherwise the system allocates a page on its first write, during a step. The contents do not change.
+        Without this call, the system allocates a page during a step, on the first write to the page. The
+        contents of the pages do not change.
 
         Returns:
             Whether the pages are allocated, see `populate_pages`.
         """
         self.on_populate(layer, first, end)
-        parts = [part[first:end] for tensor in self.block_tensors(layer) for part in tensor]  # keys, values
-        return all(populate_pages(part.data_ptr(), part.nbytes) for part in parts)
+        ranges = [part[first:end] for tensor in self.block_tensors(layer) for part in tensor]  # keys, values
+        return all(populate_pages(blocks.data_ptr(), blocks.nbytes) for blocks in ranges)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy one block of all layers of a group."""

@@ -63,10 +63,10 @@ class AsyncLLM(AsyncSpeechMethods):
     ...     async for piece in llm.stream("Once upon a time"):
     ...         print(piece.text, end="", flush=True)
 
-    The model runs in a worker process, which the program reaches through the same client as the server. Any
-    number of tasks may call the methods concurrently. Their requests are batched. Cancelling a task cancels
-    its requests. If the worker process ends unexpectedly, it is restarted, and its requests raise
-    `UnavailableError`. Requests before `start` and after `close` raise `InputError`.
+    The model runs in a worker process. Any number of tasks may call the methods concurrently, and their
+    requests are batched. Cancelling a task cancels its requests. If the worker process ends unexpectedly, its
+    requests raise `UnavailableError`, and a new worker process starts. Requests before `start` and after
+    `close` raise `InputError`.
 
     The worker process does not import the main module of the program.
 
@@ -99,13 +99,13 @@ class AsyncLLM(AsyncSpeechMethods):
     def _initialize(self, config: PipelineConfig, worker: EngineClient | None) -> None:
         self.config = config
         self.tokenizer: Any = None
-        """The tokenizer of the model's task; loaded by `start`."""
+        """The tokenizer of the model's task; None before `start` and after `close`."""
         self._worker = make_engine(config) if worker is None else worker
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-async")
         self._runner = AsyncRunner(self._worker)
 
     async def start(self) -> None:
-        """Load the model. Does nothing if it is loaded.
+        """Load the model. Does nothing if the model is loaded.
 
         Raises:
             CheckpointError: the model cannot be found or loaded.
@@ -308,7 +308,7 @@ class AsyncLLM(AsyncSpeechMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: OutputOptions,
     ) -> list[GenerationOutput]:
-        """Run one request for each entry of `fields`. Return the outputs in order of the entries."""
+        """Run one request for each entry of `fields`. Return the outputs in the order of the entries."""
         params = params_for_each(self.config, sampling_params, len(fields))
         calls = [
             partial(self._outputs, prompt_params, options, prompt_fields)

@@ -59,23 +59,23 @@ async def gather_all(calls: Sequence[Callable[[], Coroutine[None, None, T]]]) ->
     """
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call()) for call in calls]
+            tasks_in_order = [tasks.create_task(call()) for call in calls]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in running]
+    return [task.result() for task in tasks_in_order]
 
 
 def _as_response(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
     """Convert a delta to the response of a pipeline, which the builder expects.
 
-    Prompt log probabilities are not part of such a response. They are passed to the builder directly.
+    A pipeline's response has no prompt log probabilities. They are passed to the builder directly.
     """
-    rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
-    rows += [None] * (len(delta.token_ids) - len(rows))
+    packed_rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
+    packed_rows += [None] * (len(delta.token_ids) - len(packed_rows))
     if delta.prompt_log_probabilities is not None:  # can come before the first output token
         builder.take_prompt_log_probabilities(delta.prompt_log_probabilities.unpack())
     tokens = [
-        TextResponse(token, None if row is None else row.unpack())
-        for token, row in zip(delta.token_ids, rows, strict=True)
+        TextResponse(token, None if packed_row is None else packed_row.unpack())
+        for token, packed_row in zip(delta.token_ids, packed_rows, strict=True)
     ]
     return TextGenerationResponse(tokens, delta.status)

@@ -100,8 +100,8 @@ class AsyncSpeechMethods:
     ) -> AsyncGenerator[AudioGeneratorOutput, None]:
         """Yield the audio of one text in chunks, the first chunk as early as possible.
 
-        See `speak` for the parameters and `LLM.stream_speech` for the chunks. The next part of a long text
-        starts when the previous part has audio. Closing the generator cancels the request.
+        See `speak` for the parameters and `LLM.stream_speech` for the chunks. The next part of a long text is
+        submitted when the previous part has audio. Closing the generator cancels the requests of all parts.
 
         Raises:
             InputError: the text cannot be converted to speech.
@@ -116,7 +116,7 @@ class AsyncSpeechMethods:
             voice, audio_prompt_tokens, audio_prompt_transcription, adapter, priority
         )
         fields["streaming"] = True
-        begin, rate = perf_counter(), self._worker.info.sample_rate
+        start_time, sample_rate = perf_counter(), self._worker.info.sample_rate
         contexts = await self._run_in_pool(
             lambda: speech_contexts(self.config, self.tokenizer, text, sampling_params, fields)
         )
@@ -130,10 +130,10 @@ class AsyncSpeechMethods:
                 chunk = _join_chunks(delta.audio)
                 num_samples += len(chunk)
                 metadata: dict[str, object] = {
-                    "sample_rate": rate,
+                    "sample_rate": sample_rate,
                     "num_tokens": sum(num_tokens),
-                    "seconds": num_samples / rate,
-                    "elapsed_seconds": perf_counter() - begin,
+                    "seconds": num_samples / sample_rate,
+                    "elapsed_seconds": perf_counter() - start_time,
                 }
                 yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)
 
@@ -158,7 +158,7 @@ class AsyncSpeechMethods:
                 generation.cancel()
 
     async def _run_part(self, context: TTSContext) -> tuple[list[npt.NDArray[np.floating]], int, bool]:
-        """Run one part of a text. Return its chunks, its number of tokens, and whether it is truncated."""
+        """Run a part of a text. Return (chunks, number of tokens, whether it reached the maximum length)."""
         generation = await self._runner.submit(context)
         generation.read_at_end()
         chunks, num_tokens, is_cut = [], 0, False

@@ -40,7 +40,7 @@ BuilderT = TypeVar("BuilderT", bound=ResultBuilder)
 
 
 class BatchRunner:
-    """Submits contexts to a scheduler and calls the scheduler's `step`. Only one thread at a time may use it.
+    """Submits contexts to a scheduler and calls its `step`. Only one thread at a time may use the runner.
 
     Args:
         pipeline: executes the batches.
@@ -65,7 +65,7 @@ class BatchRunner:
         Two threads that run kernels at the same time are three times slower than one.
 
         Raises:
-            UnsupportedFeatureError: another call is running.
+            UnsupportedFeatureError: another call is running, or a stream is open.
             InputError: the LLM is closed.
         """
         if not self._lock.acquire(blocking=False):
@@ -88,9 +88,9 @@ class BatchRunner:
 
     def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
         """Run contexts to completion. After each scheduler call, yield the builders that received output.
-        The list can be empty.
 
-        A scheduler call takes about ``seconds``, or one step if that takes longer.
+        A yielded list can be empty. A scheduler call takes about ``seconds``, or the time of one step if a
+        step takes longer.
 
         Raises:
             PenstockError: a context failed. The remaining contexts are cancelled.

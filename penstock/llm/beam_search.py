@@ -3,9 +3,10 @@
 At every step, each prompt has up to ``num_beams`` running beams. The model scores all continuations of the
 beams by one token, and the search keeps the best continuations. The first continuation of a beam keeps the
 context of the beam. Each further continuation gets a forked context, which shares all blocks except the last
-block. A beam is finished when one of the ``num_beams`` best continuations ends it. Its score is the sum of
-log probabilities divided by ``length ** length_penalty``. The algorithm is described by Freitag & Al-Onaizan
-2017, arXiv:1702.01806. The search ends under the same conditions as in transformers' ``generate``.
+block. A beam is finished when one of the ``num_beams`` best continuations ends it. The score of a finished
+beam is the sum of its log probabilities divided by ``length ** length_penalty``. Freitag & Al-Onaizan 2017,
+arXiv:1702.01806, describe the algorithm. The search ends under the same conditions as in transformers'
+``generate``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class BeamOptions:
     length_penalty: float = 1.0
     """Scores are divided by ``length ** length_penalty``. A positive value favours long texts."""
     early_stopping: EarlyStopping = False
-    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when also the
-    best running beam, scored at its current length, is not better than any finished beam. ``"never"``: when
-    also the best running beam, with its current probability, would not be better at any length.
+    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when also no
+    running beam has a better score than the worst finished beam. ``"never"``: as False, but if
+    ``length_penalty`` is positive, running beams are scored with the maximum length.
     """
 
     def __post_init__(self) -> None:
@@ -70,7 +71,8 @@ class Hypothesis:
     log_probabilities: list[float]
     """The log probability of each token."""
     score: float
-    ended: bool
+    """The sum of ``log_probabilities``, divided by ``length ** length_penalty``."""
+    has_end_token: bool
     """Whether an end token ended the beam; False if the maximum length ended it."""
 
 
@@ -94,10 +96,10 @@ class _Continuation:
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _PromptSearch:
     """The search of one prompt."""
 
-    request: TextContext  # the context that the caller passed
+    caller_context: TextContext  # the context that the caller passed
     prompt_context: TextContext  # the context that computes the prompt
     end_tokens: frozenset[int]
     max_new_tokens: int
@@ -122,9 +124,9 @@ def search(
         InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
         UnsupportedFeatureError: the pipeline uses speculative decoding.
     """
-    remaining, size = list(contexts), max(1, max_batch_size // options.num_beams)
-    while remaining:
-        batch = remaining[:size]
+    remaining_contexts, num_prompts = list(contexts), max(1, max_batch_size // options.num_beams)
+    while remaining_contexts:
+        batch = remaining_contexts[:num_prompts]
         beams = BeamSearch(
             pipeline,
             batch,
@@ -139,13 +141,13 @@ def search(
         except InsufficientBlocksError:
             if len(batch) == 1:
                 raise
-            size = len(batch) // 2
+            num_prompts = len(batch) // 2
             continue
         finally:
             with deferred_interrupts():
                 beams.close()
         yield from zip(batch, beams.results(), strict=True)
-        del remaining[:size]
+        del remaining_contexts[:num_prompts]
 
 
 class BeamSearch:
@@ -192,15 +194,17 @@ class BeamSearch:
             InsufficientBlocksError: all beams together do not fit the KV cache.
         """
         running = [prompt for prompt in self._prompts if prompt.beams]
-        scores = self._score([beam.context for prompt in running for beam in prompt.beams])
+        next_log_probabilities = self._next_log_probabilities(
+            [beam.context for prompt in running for beam in prompt.beams]
+        )
         for prompt in running:
-            continuations = self._choose_continuations(prompt, scores)
+            continuations = self._choose_continuations(prompt, next_log_probabilities)
             self._assign_contexts(prompt, continuations)
 
     def close(self) -> None:
-        """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
+        """Release all contexts. Set ``num_cached_tokens`` of the caller's contexts. May be called twice."""
         for prompt in self._prompts:
-            prompt.request.num_cached_tokens = prompt.prompt_context.num_cached_tokens
+            prompt.caller_context.num_cached_tokens = prompt.prompt_context.num_cached_tokens
         for context in self._open_contexts.values():
             self._pipeline.release(context)
         self._open_contexts.clear()
@@ -208,7 +212,7 @@ class BeamSearch:
     # -- Choice of beams --------------------------------------------------------------------------------
 
     def _choose_continuations(
-        self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]
+        self, prompt: _PromptSearch, next_log_probabilities: Mapping[str, Mapping[int, float]]
     ) -> list[_Continuation]:
         """Return the continuations that keep running. Add ended continuations to the finished beams."""
         options = self._options
@@ -217,7 +221,7 @@ class BeamSearch:
             (
                 _Continuation(beam, token, log_probability)
                 for beam in prompt.beams
-                for token, log_probability in scores[beam.context.request_id].items()
+                for token, log_probability in next_log_probabilities[beam.context.request_id].items()
             ),
             key=lambda candidate: -candidate.total_log_probability,
         )[: self._num_candidates(prompt.end_tokens)]
@@ -236,7 +240,7 @@ class BeamSearch:
         """Return the number of candidates per step, of which at least ``num_beams`` do not end."""
         return max(2, 1 + len(end_tokens)) * self._options.num_beams
 
-    def _hypothesis(self, prompt: _Prompt, continuation: _Continuation) -> Hypothesis:
+    def _hypothesis(self, prompt: _PromptSearch, continuation: _Continuation) -> Hypothesis:
         return Hypothesis(
             [*continuation.beam.token_ids, continuation.token],
             [*continuation.beam.log_probabilities, continuation.log_probability],
@@ -244,7 +248,7 @@ class BeamSearch:
             continuation.token in prompt.end_tokens,
         )
 
-    def _has_ended(self, prompt: _Prompt, running: Sequence[_Continuation]) -> bool:
+    def _has_ended(self, prompt: _PromptSearch, running: Sequence[_Continuation]) -> bool:
         """Return whether the search of a prompt ends."""
         if not running:
             return True  # every candidate ends with an end token
@@ -260,14 +264,14 @@ class BeamSearch:
 
     # -- Contexts ----------------------------------------------------------------------------------------
 
-    def _begin(self, prompt: TextContext) -> _Prompt:
+    def _begin(self, prompt: TextContext) -> _PromptSearch:
         end_tokens = frozenset(prompt.eos_token_ids)
         max_new_tokens = prompt.max_length - prompt.current_length
         prompt_context = self._make_context(
             prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, end_tokens
         )
         beams = [_Beam(prompt_context, [], [], 0.0)] if max_new_tokens else []
-        return _Prompt(prompt, prompt_context, end_tokens, max_new_tokens, beams)
+        return _PromptSearch(prompt, prompt_context, end_tokens, max_new_tokens, beams)
 
     def _make_context(
         self, source: TextContext, tokens: list[int], max_length: int, end_tokens: frozenset[int]
@@ -288,7 +292,7 @@ class BeamSearch:
         self._open_contexts[context.request_id] = context
         return context
 
-    def _assign_contexts(self, prompt: _Prompt, continuations: Sequence[_Continuation]) -> None:
+    def _assign_contexts(self, prompt: _PromptSearch, continuations: Sequence[_Continuation]) -> None:
         """Assign a context to each continuation."""
         children: dict[str, list[_Continuation]] = {}
         for candidate in continuations:
@@ -312,7 +316,7 @@ class BeamSearch:
             for candidate in continuations
         ]
 
-    def _fork(self, prompt: _Prompt, candidate: _Continuation) -> TextContext:
+    def _fork(self, prompt: _PromptSearch, candidate: _Continuation) -> TextContext:
         parent = candidate.beam.context
         tokens = [*parent.all_tokens[: parent.start_idx].tolist(), candidate.token]
         child = self._make_context(parent, tokens, parent.max_length, prompt.end_tokens)
@@ -324,27 +328,27 @@ class BeamSearch:
 
     # -- The model ---------------------------------------------------------------------------------------
 
-    def _score(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
-        """Return the log probabilities of the best next tokens of each context, by request id.
-
-        Long prompts are computed in chunks."""
+    def _next_log_probabilities(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
+        """Return request id -> log probabilities of the best next tokens, with chunked prefill."""
         for context in contexts:
             claim(self._pipeline.kv, context)
-        scores: dict[str, Mapping[int, float]] = {}
-        while pending := [context for context in contexts if context.request_id not in scores]:
+        next_log_probabilities: dict[str, Mapping[int, float]] = {}
+        while pending := [
+            context for context in contexts if context.request_id not in next_log_probabilities
+        ]:
             batch: dict[str, TextContext] = {}
-            num_left = self._max_tokens
+            num_tokens_left = self._max_tokens
             for context in pending[: min(self._max_batch_size, self._max_tokens)]:
-                if not num_left:
+                if not num_tokens_left:
                     break
-                num_tokens = min(context.end_idx - context.start_idx, num_left)
+                num_tokens = min(context.end_idx - context.start_idx, num_tokens_left)
                 context.set_token_indices(active_idx=context.start_idx + num_tokens)
                 batch[context.request_id] = context
-                num_left -= num_tokens
+                num_tokens_left -= num_tokens
             for request_id, response in self._execute(batch).items():
                 if response.tokens:  # the prompt is complete
-                    scores[request_id] = _next_tokens(response)
-        return scores
+                    next_log_probabilities[request_id] = _next_tokens(response)
+        return next_log_probabilities
 
     def _execute(self, batch: Mapping[str, TextContext]) -> dict[str, TextGenerationResponse]:
         responses = self._pipeline.execute(batch)

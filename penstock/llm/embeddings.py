@@ -112,7 +112,7 @@ class EmbeddingsMethods:
             pooling: the pooling to use instead of the checkpoint's pooling.
             dimensions: number of leading dimensions to return, see `check_dimensions`; None for all.
             normalize: whether to scale the vectors to length 1; None for the checkpoint's setting.
-            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            truncate: cut inputs that exceed the maximum length; False rejects these inputs.
             adapter: the LoRA adapter, for all inputs or one for each.
             task: the task of a checkpoint with task adapters. It also selects the prompt with the name of the
                 task.
@@ -121,7 +121,9 @@ class EmbeddingsMethods:
             ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
 
         Raises:
-            InputError: an input cannot be served; then none has been computed.
+            InputError: an input cannot be served, or the numbers of adapters and inputs differ; no input has
+                been computed.
+            TaskMismatchError: the model computes no embeddings.
         """
         responses = self.encode(
             inputs,
@@ -160,8 +162,9 @@ class EmbeddingsMethods:
             **options: further fields of `EmbeddingsGenerationRequest`, the same for all inputs.
 
         Raises:
-            InputError: an input cannot be served, or the numbers of adapters and inputs differ; then no input
-                has been computed.
+            InputError: an input cannot be served, or the numbers of adapters and inputs differ; no input has
+                been computed.
+            TaskMismatchError: the model computes no embeddings.
         """
         self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
         batch = as_inputs(inputs)
@@ -188,10 +191,10 @@ class EmbeddingsMethods:
         embeddings, with the similarity function of the checkpoint. A multi-vector model computes MaxSim.
 
         Args:
-            query: one query for all documents, or one query for each.
+            query: one query for all documents, or one query for each document.
             documents: the documents.
             use_tqdm: show a progress bar, if standard error is a terminal.
-            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            truncate: cut inputs that exceed the maximum length; False rejects these inputs.
             activation: False returns the logits of a cross-encoder.
 
         Returns:
@@ -209,7 +212,7 @@ class EmbeddingsMethods:
             raise InputError(
                 f"{len(queries)} queries and {len(texts)} documents: give one query, or one for each document"
             )
-        plan = PairScoring(
+        pair_scoring = PairScoring(
             queries,
             texts,
             outputs=self.pipeline.outputs,
@@ -217,9 +220,10 @@ class EmbeddingsMethods:
             activation=activation,
         )
         fields: list[EmbeddingsFields] = [
-            {**item.fields, "truncate": truncate, "outputs": (plan.output,)} for item in plan.inputs
+            {**item.fields, "truncate": truncate, "outputs": (pair_scoring.output,)}
+            for item in pair_scoring.inputs
         ]
-        return plan.scores(self._embeddings(fields, use_tqdm))
+        return pair_scoring.scores(self._embeddings(fields, use_tqdm))
 
     def rerank(
         self,
@@ -262,7 +266,7 @@ class EmbeddingsMethods:
         Args:
             inputs: see `embed`.
             use_tqdm: show a progress bar, if standard error is a terminal.
-            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            truncate: cut inputs that exceed the maximum length; False rejects these inputs.
             activation: False returns logits.
 
         Raises:
@@ -277,7 +281,7 @@ class EmbeddingsMethods:
         return [Classification(best_label(config, label_scores), label_scores) for label_scores in scores]
 
     def _embeddings(self, fields: Sequence[EmbeddingsFields], use_tqdm: bool) -> list[EmbeddingsResponse]:
-        """Run one request for each entry of ``fields`` and return the outputs in their order."""
+        """Run one request for each entry of ``fields``. Return the outputs in the order of the entries."""
         results: list[EmbeddingsBuilder] = []
         with self._runner.exclusive():
             try:

@@ -1,4 +1,4 @@
-"""Converts the images in arguments and chat messages of `LLM`: PIL images, arrays, paths and bytes."""
+"""Converts the images of `LLM` arguments and chat messages to the contents of image files."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def separate_images(messages: object) -> tuple[object, list[bytes] | None, list[
     """Return (messages without image data, image files in order, ``detail`` of each image).
 
     An image part is ``{"type": "image", "image": ...}`` or OpenAI's ``image_url`` with a ``data:`` URL.
-    If the messages have no images, they are returned with None and None.
-    Malformed messages are returned unchanged, because the chat template rejects them.
+    Messages without images are returned with None and None. Malformed messages are returned unchanged,
+    because the chat template rejects them.
 
     Raises:
-        InputError: an image part has no image, its image cannot be read, or its URL is no ``data:`` URL.
+        InputError: an image part has no image, an image cannot be read, or a URL is not a ``data:`` URL.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages, None, None
@@ -106,11 +106,11 @@ def _without_images(message: object, images: list[bytes], details: list[str]) ->
         return message
     parts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image" and "image" in part:
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type == "image" and "image" in part:
             images.append(image_bytes(part["image"]))
             details.append(str(part.get("detail") or "auto"))
-        elif kind == "image_url":
+        elif part_type == "image_url":
             image_url = part.get("image_url")
             url, detail = (
                 (image_url.get("url"), image_url.get("detail"))
@@ -123,7 +123,7 @@ def _without_images(message: object, images: list[bytes], details: list[str]) ->
                 )
             images.append(decode_data_url(url))
             details.append(str(detail or "auto"))
-        elif kind == "image":
+        elif part_type == "image":
             raise InputError(f'an image part needs an image: {{"type": "image", "image": ...}}, was {part!r}')
         else:
             parts.append(part)

@@ -52,14 +52,14 @@ class GenerationOutput:
     @classmethod
     def from_beam(cls, context: TextContext, index: int, beam: Hypothesis, tokenizer: TokenDecoder) -> Self:
         """Return the output of a finished beam."""
-        tokens = beam.token_ids[:-1] if beam.ended else beam.token_ids
+        tokens = beam.token_ids[:-1] if beam.has_end_token else beam.token_ids
         values = beam.log_probabilities[: len(tokens)]
         top_log_probabilities = [{token: value} for token, value in zip(tokens, values, strict=True)]
         return cls(
             text=text_after_prompt(tokenizer, context.prompt_tokens, tokens),
             token_ids=tokens,
             prompt_token_ids=context.prompt_tokens.tolist(),
-            finish_reason="stop" if beam.ended else "length",
+            finish_reason="stop" if beam.has_end_token else "length",
             num_cached_tokens=context.num_cached_tokens,
             num_generated_tokens=len(beam.token_ids),
             prompt=context.prompt if isinstance(context.prompt, str) else None,
@@ -104,7 +104,7 @@ class OutputOptions:
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def num_top(self) -> int:
+    def num_top_tokens(self) -> int:
         """The number of top tokens that contexts report; 0 if none are needed."""
         if self.logprobs is None and self.prompt_logprobs is None and self.best_of is None:
             return 0
@@ -115,7 +115,14 @@ _DEFAULT_OPTIONS = OutputOptions()
 
 
 class OutputBuilder:
-    """Collects the output of one context."""
+    """Collects the output of one context.
+
+    Attributes:
+        context: the context.
+        is_done: whether the output is complete.
+        new_text: the text that the last step added.
+        num_new_tokens: the number of tokens that the last step added.
+    """
 
     def __init__(self, context: TextContext, detokenizer: Detokenizer | None) -> None:
         self.context = context
@@ -161,12 +168,12 @@ class OutputBuilder:
         return self._token_ids
 
     def take_prompt_log_probabilities(self, rows: LogProbabilities) -> None:
-        """Store the log probabilities of the prompt. Used if the output has no tokens."""
+        """Store the log probabilities of the prompt, which can arrive before the first output token."""
         self._prompt_log_probabilities = rows
 
     @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
-        """The log probabilities of the prompt; None unless the context echoes it."""
+        """The log probabilities of the prompt; None if they were not requested or have not arrived."""
         return self._prompt_log_probabilities or self.context.prompt_log_probabilities
 
     @property
@@ -211,7 +218,7 @@ class OutputBuilder:
     def _take_log_probabilities(self, rows: LogProbabilities) -> None:
         """Store the log probabilities of one token.
 
-        With echo, the rows of the first token begin with the rows of the prompt.
+        If the context echoes the prompt, the rows of the first token begin with the rows of the prompt.
         """
         values, top_log_probabilities = rows.token_log_probabilities, rows.top_log_probabilities
         if self.context.log_probabilities_echo and self._prompt_log_probabilities is None:

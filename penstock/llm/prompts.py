@@ -60,7 +60,7 @@ def broadcast(name: str, values: T | Sequence[T], num_prompts: int) -> list[T]:
     """Return one value for each prompt, from a list or a single value.
 
     Raises:
-        InputError: the list has another length than the prompts.
+        InputError: the list does not have one value for each prompt.
     """
     if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * num_prompts
@@ -76,7 +76,7 @@ def params_for_each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     num_prompts: int,
 ) -> list[SamplingParams]:
-    """Return the parameters of each prompt; None stands for the model's defaults, each with a new seed.
+    """Return the parameters of each prompt. None means the model's defaults, with a new seed per prompt.
 
     Raises:
         InputError: the list has a different length than the prompts, or an element of a different type.

@@ -218,18 +218,20 @@ class SpeechMethods:
         builders = [part for parts in results for part in parts]
         progress = GenerationProgress(len(builders), shown=use_tqdm)
         with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
-            counts = {builder.context.request_id: 0 for builder in builders}
+            token_counts = {builder.context.request_id: 0 for builder in builders}
             for updated_results in self._runner.run(builders, seconds=BATCH_LATENCY_BUDGET):
                 deliver_interrupts()
-                totals = {
+                new_token_counts = {
                     result.context.request_id: len(result.context.generated_tokens)
                     for result in updated_results
                 }
                 progress.advance(
-                    num_tokens=sum(total - counts[request_id] for request_id, total in totals.items()),
+                    num_tokens=sum(
+                        total - token_counts[request_id] for request_id, total in new_token_counts.items()
+                    ),
                     num_prompts=sum(result.is_done for result in updated_results),
                 )
-                counts |= totals
+                token_counts |= new_token_counts
         speeches = [self._speech(parts) for parts in results]
         return speeches[0] if isinstance(texts, str) else speeches
 
@@ -262,7 +264,7 @@ class SpeechMethods:
     def _speech_chunks(self, contexts: Sequence[TTSContext]) -> Generator[AudioGeneratorOutput, None, None]:
         import torch
 
-        begin, rate = perf_counter(), self.pipeline.sample_rate
+        start_time, sample_rate = perf_counter(), self.pipeline.sample_rate
         num_samples, num_tokens = 0, 0
         with self._runner.exclusive():
             for context in contexts:
@@ -274,10 +276,10 @@ class SpeechMethods:
                     chunk = np.zeros(0, np.float32) if result.new_chunk is None else result.new_chunk
                     num_samples += len(chunk)
                     metadata: dict[str, object] = {
-                        "sample_rate": rate,
+                        "sample_rate": sample_rate,
                         "num_tokens": num_tokens + len(context.generated_tokens),
-                        "seconds": num_samples / rate,
-                        "elapsed_seconds": perf_counter() - begin,
+                        "seconds": num_samples / sample_rate,
+                        "elapsed_seconds": perf_counter() - start_time,
                     }
                     result.new_chunk = None
                     yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)

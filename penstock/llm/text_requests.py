@@ -59,7 +59,7 @@ class TextFields(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFields:
-    """The fields of several requests. A field has one value for all requests or a list of their values."""
+    """The fields of several requests. A field has one value for all requests, or a list of one value each."""
 
     response_format: Mapping[str, object] | None
     grammar: Grammar | Sequence[Grammar | None] | None
@@ -72,7 +72,7 @@ class BatchFields:
         """Return the fields of one request for each prompt.
 
         Raises:
-            InputError: a list has another length than the prompts.
+            InputError: a list does not have one value for each prompt.
         """
         prompts_and_images = prompts_with_images(prompts, images)
         pairs = zip(prompts_and_images, self._fields_of_requests(len(prompts_and_images)), strict=True)
@@ -89,7 +89,7 @@ class BatchFields:
         """Return the fields of one request for each conversation.
 
         Raises:
-            InputError: a list has another length than the conversations.
+            InputError: a list does not have one value for each conversation.
         """
         conversations = as_conversations(messages)
         pairs = zip(conversations, self._fields_of_requests(len(conversations)), strict=True)
@@ -134,7 +134,7 @@ class TextRequests:
         options: OutputOptions,
         use_tqdm: bool,
     ) -> list[GenerationOutput]:
-        """Run one request for each entry of `fields`, and return the outputs in this order."""
+        """Run one request for each entry of `fields`. Return the outputs in the order of the entries."""
         num_requests = len(fields)
         params = params_for_each(self._config, sampling_params, num_requests)
         requests = [
@@ -171,8 +171,8 @@ class TextRequests:
         """Return the context of a request.
 
         Raises:
-            InputError: the request cannot be served. If there are several requests, a note contains its
-                number.
+            InputError: the request cannot be served. If there are several requests, a note of the error
+                contains the number of the request.
         """
         try:
             context: TextContext = self._tokenizer.build_context(request, stops_as_tokens=False)
@@ -219,7 +219,7 @@ def text_request(
         images=images,
         tools=cast("list[TokenGeneratorRequestTool] | None", fields.get("tools")),
         response_format=cast("TokenGeneratorResponseFormat | None", fields.get("response_format")),
-        logprobs=options.num_top,
+        logprobs=options.num_top_tokens,
         echo=options.prompt_logprobs is not None,
         chat_template_options=fields.get("chat_template_options"),
         sampling_params=params,

@@ -25,7 +25,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _MATRIX_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<letter>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
-_OTHER_KINDS = {
+_UNSUPPORTED_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "an adapter on an embedding table",
     "modules_to_save": "fully trained layers in addition to the adapter (modules_to_save)",
@@ -48,7 +48,7 @@ class Adapter:
 
     path: str
     digest: bytes
-    """Hash of everything that affects results. Adapters with equal digests give equal results."""
+    """Hash of the matrices and the names of their layers. Adapters with equal digests give equal results."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """Maps each layer to A ``[r, in]`` and B ``[out, r]``, in the type of the activations.
 
@@ -80,8 +80,7 @@ def read_adapter(
 
     Raises:
         CheckpointError: the directory or a file in it is missing or damaged.
-        WeightsError: tensors match no layer, are missing, or have a wrong shape. The message lists all of
-            them.
+        WeightsError: tensors match no layer, are missing, have a wrong shape, or contain NaN or infinity.
         UnsupportedFeatureError: the kind of adapter is not supported, its rank exceeds ``max_rank``, or a
             copy of a tensor of the base model differs from this tensor.
     """
@@ -92,8 +91,8 @@ def read_adapter(
     if rename is not None:
         config = config.with_decoder_prefix(_decoder_prefix(_stored_names(file), rename))
         weights = weights.renamed(lambda name: _base_tensor_name(name, rename))
-    names, copies = _classify_tensors(weights, config, layers)
-    adapted_layers = sorted({layer for layer, _ in names})
+    matrix_names, copies = _classify_tensors(weights, config, layers)
+    adapted_layers = sorted({layer for layer, _ in matrix_names})
     largest_layer = max(adapted_layers, key=config.layer_rank)
     if config.layer_rank(largest_layer) > max_rank:
         raise UnsupportedFeatureError(
@@ -105,8 +104,12 @@ def read_adapter(
     matrices = {}
     for layer in adapted_layers:
         rank, (out_features, in_features) = config.layer_rank(layer), whole_shape(layers, layer, parts)
-        down = weights.tensor(names.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features))
-        up = weights.tensor(names.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank))
+        down = weights.tensor(
+            matrix_names.get((layer, "A"), f"{_PREFIX}{layer}.lora_A.weight"), (rank, in_features)
+        )
+        up = weights.tensor(
+            matrix_names.get((layer, "B"), f"{_PREFIX}{layer}.lora_B.weight"), (out_features, rank)
+        )
         scaled_up = up.float() * config.layer_scale(layer)
         # Copied, because the file may change while the adapter is in use.
         matrices[layer] = (down.to(dtype, copy=True), scaled_up.to(dtype))
@@ -185,49 +188,49 @@ def _classify_tensors(
             that ``target_modules`` excludes, or the adapter has no matrices.
         UnsupportedFeatureError: a tensor belongs to an unsupported kind of adapter.
     """
-    names: dict[tuple[str, str], str] = {}
+    matrix_names: dict[tuple[str, str], str] = {}
     copies: list[str] = []
     unknown: list[str] = []
     for name in weights.names:
         match = _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
-            _refuse_other_kinds(config.path.parent, name)
+            _refuse_unsupported_kinds(config.path.parent, name)
             copies.append(name)
         elif match["layer"] not in layers:
             unknown.append(name)
-        elif (match["layer"], match["letter"]) in names:
-            other_name = names[match["layer"], match["letter"]]
+        elif (match["layer"], match["letter"]) in matrix_names:
+            other_name = matrix_names[match["layer"], match["letter"]]
             raise WeightsError(config.path.parent, f"{name} and {other_name} are the same matrix")
         else:
-            names[match["layer"], match["letter"]] = name
+            matrix_names[match["layer"], match["letter"]] = name
     if unknown:
-        _refuse_unknown(config.path.parent, unknown, sorted(layers))
+        _refuse_unknown_layers(config.path.parent, unknown, sorted(layers))
     for layer in layers:  # add the expected names, so that `Weights.tensor` reports missing matrices
         if config.targets(layer):
             for letter in "AB":
-                names.setdefault((layer, letter), f"{_PREFIX}{layer}.lora_{letter}.weight")
+                matrix_names.setdefault((layer, letter), f"{_PREFIX}{layer}.lora_{letter}.weight")
     excluded_layers = [
-        layer for layer, _ in names if config.target_modules is not None and not config.targets(layer)
+        layer for layer, _ in matrix_names if config.target_modules is not None and not config.targets(layer)
     ]
     if excluded_layers:
         raise WeightsError(
             config.path.parent,
             f"has matrices for {excluded_layers[0]}, which target_modules does not include",
         )
-    if not names:
+    if not matrix_names:
         raise WeightsError(config.path.parent, "has no matrices for any layer of the model")
-    return names, copies
+    return matrix_names, copies
 
 
-def _refuse_other_kinds(folder: Path, name: str) -> None:
-    for part, meaning in _OTHER_KINDS.items():
+def _refuse_unsupported_kinds(folder: Path, name: str) -> None:
+    for part, meaning in _UNSUPPORTED_KINDS.items():
         if part in name:
             raise UnsupportedFeatureError(meaning, f"{folder} has a tensor {name}")
     if name.endswith(".bias"):
         raise UnsupportedFeatureError("a bias trained with the adapter", f"{folder} has a tensor {name}")
 
 
-def _refuse_unknown(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
+def _refuse_unknown_layers(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
     layer = names[0].removeprefix(_PREFIX).partition(".lora_")[0]
     nearest = get_close_matches(layer, layers, n=1, cutoff=0)
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -243,7 +246,7 @@ def _check_copies(
 ) -> None:
     """Check that copies of the base model's tensors equal them.
 
-    If an adapter changes the head or the embedding, PEFT saves copies of both with it.
+    If an adapter changes the head or the embedding, PEFT saves copies of both in the adapter's file.
     """
     for name in names:
         base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")

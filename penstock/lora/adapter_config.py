@@ -1,8 +1,8 @@
 """``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
 The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
-Unsupported settings that change results are errors. Unknown fields with a value that is not empty or false
-are errors, too. An adapter is applied exactly as it was trained, or rejected.
+Unsupported settings that change results are errors. An unknown field is an error, unless its value is empty
+or false. An adapter is applied exactly as it was trained, or rejected.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ class AdapterConfig:
     use_rslora: bool
     target_modules: tuple[str, ...] | str | None
     exclude_modules: tuple[str, ...] | str | None
-    layers: tuple[int, ...]
+    layers_to_transform: tuple[int, ...]
+    """The numbers of the blocks with adapted layers; empty for all blocks."""
     layers_pattern: tuple[str, ...]
     base_model: str | None
-    decoder: str = DECODER_PREFIX
+    decoder_prefix: str = DECODER_PREFIX
     """The prefix of decoder layers in PEFT's model. The patterns are compared with names of PEFT's model.
 
     The prefix differs from ``model.`` in models with an image encoder, in which the decoder is a submodule.
@@ -121,14 +122,14 @@ class AdapterConfig:
         _refuse_unsupported(path, fields)
         return _Reader(path, fields).config()
 
-    def with_decoder_prefix(self, decoder: str) -> AdapterConfig:
-        """Return a copy of the configuration with another value of `decoder`."""
-        return replace(self, decoder=decoder)
+    def with_decoder_prefix(self, decoder_prefix: str) -> AdapterConfig:
+        """Return a copy of the configuration with the given `decoder_prefix`."""
+        return replace(self, decoder_prefix=decoder_prefix)
 
     def _module(self, layer: str) -> str:
         """Return the name of a layer in PEFT's model."""
         rest = layer.removeprefix(DECODER_PREFIX)
-        return layer if rest == layer else self.decoder + rest
+        return layer if rest == layer else self.decoder_prefix + rest
 
     def layer_rank(self, layer: str) -> int:
         """Return the rank of a layer's matrices."""
@@ -148,7 +149,8 @@ class AdapterConfig:
         """Return whether the adapter has matrices for a layer.
 
         ``target_modules`` must include the layer, ``exclude_modules`` must not include it, and
-        ``layers_to_transform`` may restrict the layers further. Without ``target_modules``, no layer has any.
+        ``layers_to_transform`` may restrict the layers further. Without ``target_modules``, no layer has
+        matrices.
         """
         module = self._module(layer)
         if self.target_modules is None:
@@ -159,9 +161,13 @@ class AdapterConfig:
             return module != _HEAD
         if not _includes_layer(self.target_modules, module):
             return False
-        if isinstance(self.target_modules, str) or module in self.target_modules or not self.layers:
+        if (
+            isinstance(self.target_modules, str)
+            or module in self.target_modules
+            or not self.layers_to_transform
+        ):
             return True
-        return self._layer_index(module) in self.layers
+        return self._layer_index(module) in self.layers_to_transform
 
     def _layer_index(self, module: str) -> int | None:
         """Return the number of the block that contains a module; None if no pattern matches its name."""
@@ -194,11 +200,11 @@ class _Reader:
             use_rslora=self._flag("use_rslora"),
             target_modules=self._names("target_modules"),
             exclude_modules=self._names("exclude_modules"),
-            layers=self._layers(),
+            layers_to_transform=self._layers_to_transform(),
             layers_pattern=self._patterns(),
             base_model=self._base_model(),
         )
-        if isinstance(config.target_modules, str) and config.layers:
+        if isinstance(config.target_modules, str) and config.layers_to_transform:
             self._refuse("layers_to_transform needs a list of target_modules, not a pattern")
         self._check_patterns(config)
         return config
@@ -242,7 +248,7 @@ class _Reader:
         value = self._names("layers_pattern")
         return (value,) if isinstance(value, str) else value or ()
 
-    def _layers(self) -> tuple[int, ...]:
+    def _layers_to_transform(self) -> tuple[int, ...]:
         value = self._fields.get("layers_to_transform")
         value = [] if value is None else [value] if isinstance(value, int) else value
         if not isinstance(value, list) or not all(type(item) is int for item in value):
@@ -291,7 +297,7 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
 
 
 def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """Return the value of the first pattern that matches a layer's name, or its end after one of the dots.
+    """Return the value of the first pattern that matches a layer's name, or a part of it that follows a dot.
 
     Returns ``default`` if no pattern matches.
     """
@@ -304,8 +310,8 @@ def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> f
 def _includes_layer(names: tuple[str, ...] | str, layer: str) -> bool:
     """Return whether ``names`` includes a layer.
 
-    A pattern must match the whole name of the layer. A name in a list must equal the name of the layer or its
-    end after one of the dots.
+    A pattern must match the whole name of the layer. A name in a list must equal the name of the layer, or
+    the part of the layer's name that follows one of its dots.
     """
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None

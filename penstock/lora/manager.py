@@ -26,7 +26,7 @@ MAX_SKIPS = 64
 
 @dataclass(slots=True)
 class _AdapterUse:
-    """The adapter that a request uses, from its first use until the request is released."""
+    """The adapter of a request, kept until the request is released."""
 
     context: InputContext
     adapter: Adapter
@@ -54,7 +54,7 @@ class LoRAManager:
         rename: see `read_adapter`.
         parts: this rank's parts of the layers that are divided among ranks.
         task_adapters: the adapters of the checkpoint, by name. They are always loaded.
-        is_leader: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
+        is_rank_0: whether this process is rank 0, which loads adapters and assigns slots. Other ranks use the
             slots that rank 0 assigns.
 
     Raises:
@@ -73,7 +73,7 @@ class LoRAManager:
         rename: Rename | None = None,
         parts: Parts = MappingProxyType({}),
         task_adapters: Mapping[str, Adapter] = MappingProxyType({}),
-        is_leader: bool = True,
+        is_rank_0: bool = True,
     ) -> None:
         self._parts = parts
         self._config, self._layers, self._base, self._rename = config, layers, base, rename
@@ -84,7 +84,7 @@ class LoRAManager:
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device, parts)
         self._uses: dict[str, _AdapterUse] = {}  # by request id
         self._num_running_requests: Counter[bytes] = Counter()  # admitted requests, by digest of the adapter
-        for name, path in config.adapters if is_leader else ():
+        for name, path in config.adapters if is_rank_0 else ():
             self.load(name, path)
 
     # -- Adapters by name -------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class LoRAManager:
 
         Raises:
             InputError: the name cannot be used, or the maximum number of adapters is loaded.
-            CheckpointError: the directory is missing or damaged, or does not fit the model.
+            CheckpointError: the directory is missing or damaged, or its tensors do not fit the model.
             UnsupportedFeatureError: the kind of adapter is not supported.
         """
         self._check_name(name)
@@ -106,8 +106,10 @@ class LoRAManager:
                 f"{len(self._adapters_by_name)} adapters are loaded, and the maximum is {limit}: unload one, "
                 "or raise --max-loaded-loras"
             )
-        limits = self._dtype, self._config.max_lora_rank
-        adapter = read_adapter(path, self._layers, self._base, *limits, self._rename, self._parts)
+        max_rank = self._config.max_lora_rank
+        adapter = read_adapter(
+            path, self._layers, self._base, self._dtype, max_rank, self._rename, self._parts
+        )
         warn_base_model_mismatch(path, self._model_names[0])
         self._adapters_by_name[name] = adapter
 
@@ -204,7 +206,7 @@ class LoRAManager:
         adapters = {adapter.digest: adapter for adapter in used_adapters if adapter is not None}
         if not adapters:
             return None
-        slots = self._slots.assign(adapters, keep=self._num_running_requests)
+        slots = self._slots.assign(adapters, digests_to_keep=self._num_running_requests)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used_adapters])
         rows = upload(indices.repeat(row_counts), self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
@@ -227,7 +229,7 @@ class LoRAManager:
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _adapter_use(self, context: InputContext) -> _AdapterUse:
-        """Return the use of a request. Resolves the name of the adapter if this is the first use."""
+        """Return the record of a request's adapter. The first call resolves the adapter's name."""
         use = self._uses.get(context.request_id)
         if use is not None and use.context is context:
             return use

@@ -15,7 +15,7 @@ from penstock.nn.layer_parts import concatenated
 
 
 class AdapterSlots:
-    """A fixed number of slots for adapters, identified by digest. The least recently used one is evicted.
+    """A fixed number of slots for adapters, identified by digest. The least recently used adapter is evicted.
 
     The memory of a layer is allocated when the first adapter with matrices for that layer gets a slot. The
     address of this memory never changes, because compiled steps and CUDA graphs contain it.
@@ -55,15 +55,17 @@ class AdapterSlots:
 
     @property
     def slot_digests(self) -> list[bytes | None]:
-        """The digest of the adapter in each slot."""
+        """The digest of the adapter in each slot; None for an empty slot."""
         return [None if adapter is None else adapter.digest for adapter in self._slot_adapters]
 
-    def assign(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:
+    def assign(
+        self, adapters: Mapping[bytes, Adapter], digests_to_keep: Collection[bytes] = ()
+    ) -> dict[bytes, int]:
         """Put each adapter into a slot if it has none, and return the slot of each digest.
 
         Args:
             adapters: the adapters by digest, at most as many as there are slots.
-            keep: digests of further adapters, which are evicted last.
+            digests_to_keep: digests of further adapters, which are evicted last.
         """
         assert len(adapters) <= len(self._slot_adapters), (
             f"{len(adapters)} adapters for {len(self._slot_adapters)} slots"
@@ -72,16 +74,16 @@ class AdapterSlots:
         slots = {digest: slot_digests.index(digest) for digest in adapters if digest in slot_digests}
         for digest, adapter in adapters.items():
             if digest not in slots:
-                slots[digest] = self._slot_to_evict(set(slots.values()), keep)
+                slots[digest] = self._slot_to_evict(set(slots.values()), digests_to_keep)
                 self._put(slots[digest], adapter)
         for digest in adapters:
             self._last_used[slots[digest]] = next(self._clock)
         return slots
 
-    def _slot_to_evict(self, used_slots: Collection[int], keep: Collection[bytes]) -> int:
+    def _slot_to_evict(self, used_slots: Collection[int], digests_to_keep: Collection[bytes]) -> int:
         def eviction_order(slot: int) -> tuple[bool, int]:
             adapter = self._slot_adapters[slot]
-            return adapter is not None and adapter.digest in keep, self._last_used[slot]
+            return adapter is not None and adapter.digest in digests_to_keep, self._last_used[slot]
 
         slots = (slot for slot in range(len(self._slot_adapters)) if slot not in used_slots)
         return min(slots, key=eviction_order)

@@ -78,9 +78,9 @@ def pcm_bytes(samples: Samples) -> bytes:
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
     """Return the header of a WAV file with 16-bit samples. ``num_samples`` is None for a stream."""
     size = _UNKNOWN_SIZE if num_samples is None else num_samples * _BYTES_PER_SAMPLE
-    riff = _UNKNOWN_SIZE if num_samples is None else size + 36
+    riff_size = _UNKNOWN_SIZE if num_samples is None else size + 36
     fields = (1, 1, sample_rate, sample_rate * _BYTES_PER_SAMPLE, _BYTES_PER_SAMPLE, 16)
-    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", riff, b"WAVE", b"fmt ", 16, *fields, b"data", size)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", riff_size, b"WAVE", b"fmt ", 16, *fields, b"data", size)
 
 
 def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
@@ -277,14 +277,14 @@ def resample(samples: Samples, source_rate: int, target_rate: int) -> Samples:
     """Return samples at another rate (both in Hz), by interpolation with a windowed sinc."""
     if source_rate == target_rate or not len(samples):
         return samples
-    count = max(1, round(len(samples) * target_rate / source_rate))
+    num_target_samples = max(1, round(len(samples) * target_rate / source_rate))
     cutoff = min(1.0, target_rate / source_rate)
     half_width = int(np.ceil(_SINC_WIDTH / cutoff))
     padded = np.pad(samples.astype(np.float64), half_width + 1)
-    result = np.empty(count, np.float32)
+    result = np.empty(num_target_samples, np.float32)
     offsets = np.arange(-half_width, half_width + 1)
-    for start in range(0, count, 8192):
-        positions = np.arange(start, min(start + 8192, count)) * (source_rate / target_rate)
+    for start in range(0, num_target_samples, 8192):
+        positions = np.arange(start, min(start + 8192, num_target_samples)) * (source_rate / target_rate)
         nearest_samples = np.rint(positions).astype(np.int64)
         distance = (nearest_samples[:, None] + offsets) - positions[:, None]
         window = np.where(

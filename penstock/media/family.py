@@ -90,7 +90,7 @@ class VisionFamily(ABC):
         """
         return {}
 
-    def processed(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
+    def to_processed_image(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
         """Return the `ProcessedImage` for the outputs of the image processor.
 
         The outputs have a batch dimension of 1. This implementation uses only ``pixel_values[0]``.

@@ -22,9 +22,9 @@ from penstock.media.processor import (
     LocalProcessor,
     ProcessorReply,
     ProcessorRequest,
-    read_frame,
+    read_head,
     read_into,
-    write_frame,
+    write_message,
 )
 
 _NICENESS = 10
@@ -50,7 +50,7 @@ def serve(processor: ImageProcessor) -> None:
 
 
 def _answer(processor: ImageProcessor, requests: BufferedReader, replies: BufferedWriter) -> None:
-    request = msgspec.msgpack.decode(read_frame(requests), type=ProcessorRequest)
+    request = msgspec.msgpack.decode(read_head(requests), type=ProcessorRequest)
     data = bytearray(request.num_bytes)
     read_into(requests, memoryview(data))
     arrays: list[np.ndarray] = []
@@ -72,7 +72,7 @@ def _answer(processor: ImageProcessor, requests: BufferedReader, replies: Buffer
         ]
         reply = ProcessorReply(headers, size)
     raw_arrays = [array.reshape(-1).view(np.uint8).data for array in arrays]
-    write_frame(replies, msgspec.msgpack.encode(reply), raw_arrays)
+    write_message(replies, msgspec.msgpack.encode(reply), raw_arrays)
 
 
 if __name__ == "__main__":

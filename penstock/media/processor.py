@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 HEAD_SIZE = struct.Struct("<Q")
 """The first bytes of a message: the size of its head in bytes."""
-_ERRORS: dict[str, type[PenstockError]] = {
+_ERROR_CLASSES: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (InputError, CheckpointError, MissingDependencyError, RequestFailedError)
 }
 
@@ -267,11 +267,11 @@ class _Process:
         assert process is not None, "the process is closed"
         assert isinstance(process.stdin, BufferedWriter)
         assert isinstance(process.stdout, BufferedReader)
-        write_frame(process.stdin, msgspec.msgpack.encode(request), [data])
-        reply = msgspec.msgpack.decode(read_frame(process.stdout), type=ProcessorReply)
+        write_message(process.stdin, msgspec.msgpack.encode(request), [data])
+        reply = msgspec.msgpack.decode(read_head(process.stdout), type=ProcessorReply)
         if reply.error is not None:
-            kind = _ERRORS[reply.error]
-            error = kind.__new__(kind, reply.message)
+            error_class = _ERROR_CLASSES[reply.error]
+            error = error_class.__new__(error_class, reply.message)
             Exception.__init__(error, reply.message)
             raise error
         arrays = {}
@@ -294,7 +294,7 @@ class _Process:
         process.wait()
 
 
-def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
+def write_message(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | memoryview]) -> None:
     """Write a message: the size of ``head``, then ``head``, then the raw bytes ``parts``."""
     stream.write(HEAD_SIZE.pack(len(head)) + head)
     for part in parts:
@@ -302,7 +302,7 @@ def write_frame(stream: BufferedWriter, head: bytes, parts: Sequence[bytes | mem
     stream.flush()
 
 
-def read_frame(stream: BufferedReader) -> bytes:
+def read_head(stream: BufferedReader) -> bytes:
     """Read the head of a message.
 
     Raises:

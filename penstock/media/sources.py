@@ -25,11 +25,11 @@ from penstock import __version__
 from penstock.errors import InputError
 
 _MAX_REDIRECTS = 3
-_MAX_URL = 2048
+_MAX_URL_LENGTH = 2048
 """Maximum number of characters of an ``http(s):`` or ``file:`` URL."""
 _PORTS = {"http": 80, "https": 443}
-_CHUNK = 64 * 1024
-_MAX_HEADERS = 256 * 1024
+_CHUNK_SIZE = 64 * 1024
+_MAX_HEADER_BYTES = 256 * 1024
 """Maximum number of bytes of the headers and chunk headers of a response.
 
 The limit of a whole response is this number plus twice the maximum size of an image.
@@ -69,8 +69,8 @@ class ImageSources:
             data = decode_data_url(url)
             self._check_size(len(data))
             return data
-        if len(url) > _MAX_URL:
-            raise InputError(f"an image URL has {len(url)} characters: at most {_MAX_URL} are allowed")
+        if len(url) > _MAX_URL_LENGTH:
+            raise InputError(f"an image URL has {len(url)} characters: at most {_MAX_URL_LENGTH} are allowed")
         if scheme in _PORTS:
             if not self.allow_urls:
                 raise InputError(
@@ -137,7 +137,7 @@ class ImageSources:
         raise InputError(f"the image URL redirects more than {_MAX_REDIRECTS} times")
 
     def _address(self, host: str, port: int, deadline: float) -> str:
-        """Return `public_address` of a host. The look-up runs in a thread, because it has no time limit."""
+        """Return `public_address` of a host. A DNS look-up runs in a thread, because it has no time limit."""
         if not self._lookups.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError
         lookup: Future[str] = Future()
@@ -170,7 +170,7 @@ class ImageSources:
         connected_socket = _connect(url_parts, address, port, deadline)
         try:
             connection = http.client.HTTPConnection(url_parts.hostname, port)
-            max_bytes = 2 * self.max_bytes + _MAX_HEADERS
+            max_bytes = 2 * self.max_bytes + _MAX_HEADER_BYTES
             connection.sock = _DeadlineConnection(connected_socket, deadline, max_bytes)
             target = (url_parts.path or "/") + (f"?{url_parts.query}" if url_parts.query else "")
             headers = {
@@ -182,7 +182,7 @@ class ImageSources:
             response = connection.getresponse()
             if response.status in (301, 302, 303, 307, 308):
                 location = response.getheader("Location")
-                if not location or len(location) > _MAX_URL:
+                if not location or len(location) > _MAX_URL_LENGTH:
                     raise InputError("the image URL redirects without a Location header")
                 return urljoin(url, location)
             if response.status != 200:
@@ -192,7 +192,7 @@ class ImageSources:
                 self._check_size(int(length))
             data = bytearray()
             while True:
-                chunk = response.read1(_CHUNK)
+                chunk = response.read1(_CHUNK_SIZE)
                 if not chunk:
                     return bytes(data)
                 data += chunk
@@ -253,7 +253,7 @@ def is_public(text: str) -> bool:
             return is_public(str(embedded_ipv4))
         if int(address) >> 32 & _ISATAP_MASK == _ISATAP and not is_public(str(last_ipv4)):
             return False
-    if any(address in network for network in _SPECIAL if network.version == address.version):
+    if any(address in network for network in _SPECIAL_NETWORKS if network.version == address.version):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
@@ -264,7 +264,7 @@ _ISATAP, _ISATAP_MASK = 0x5EFE, 0xFDFFFFFF
 
 The mask clears the universal/local bit, which can be 0 or 1.
 """
-_SPECIAL = tuple(
+_SPECIAL_NETWORKS = tuple(
     map(
         ipaddress.ip_network,
         (

@@ -129,7 +129,7 @@ class TextAndVisionTokenizer(TextTokenizer):
         if image is None:
             options = self._family.processor_options(detail)
             outputs, size = self._processor.process(data, options, self._vision.max_pixels)
-            image = self._family.processed(outputs, size)
+            image = self._family.to_processed_image(outputs, size)
             digest = image_digest(image.pixel_values, image.arguments)
             image = replace(image, digest=digest)
             self._cache.put(key, image)
@@ -164,9 +164,9 @@ class TextAndVisionTokenizer(TextTokenizer):
         texts.append(rendered.text[end:])
         shifted_boundaries = []
         for index in boundaries:
-            num_before = sum(start < index for start in placeholder_starts)
+            num_images_before = sum(start < index for start in placeholder_starts)
             shift = sum(
-                len(texts[2 * image_index + 1]) - len(placeholder) for image_index in range(num_before)
+                len(texts[2 * image_index + 1]) - len(placeholder) for image_index in range(num_images_before)
             )
             shifted_boundaries.append(index + shift)
         return RenderedPrompt("".join(texts), shifted_boundaries)
@@ -188,14 +188,15 @@ class TextAndVisionTokenizer(TextTokenizer):
     ) -> list[ImageMetadata]:
         indices = np.flatnonzero(tokens == token_id).tolist()
         text = self._token_text(token_id)
-        counts = [self._family.expand(image).count(text) for image in images]
-        if sum(counts) != len(indices):
+        token_counts = [self._family.expand(image).count(text) for image in images]
+        if sum(token_counts) != len(indices):
             raise CheckpointError(
                 self._checkpoint,
-                f"the images need {sum(counts)} tokens {text!r}, but the encoded prompt has {len(indices)}",
+                f"the images need {sum(token_counts)} tokens {text!r}, but the encoded prompt has "
+                f"{len(indices)}",
             )
         metadata, first_index = [], 0
-        for image, count in zip(images, counts, strict=True):
+        for image, count in zip(images, token_counts, strict=True):
             image_indices = indices[first_index : first_index + count]
             first_index += count
             metadata.append(

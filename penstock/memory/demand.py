@@ -20,10 +20,10 @@ _EMBEDDINGS_BATCH_SIZE = 256
 
 
 def requested_batch_size(pipeline_config: PipelineConfig) -> int:
-    """Return ``max_batch_size``.
+    """Return ``max_batch_size``, or its default.
 
-    The default is the back end's default, for embeddings at least `_EMBEDDINGS_BATCH_SIZE`. It is limited by
-    the tokens of a step.
+    The default is that of the back end, for embeddings at least `_EMBEDDINGS_BATCH_SIZE`. It does not exceed
+    `requested_step_tokens`, because each request needs at least one token of a step.
     """
     if pipeline_config.max_batch_size is not None:
         return pipeline_config.max_batch_size
@@ -34,17 +34,14 @@ def requested_batch_size(pipeline_config: PipelineConfig) -> int:
 
 
 def requested_step_tokens(pipeline_config: PipelineConfig) -> int:
-    """Return ``max_batch_input_tokens``.
-
-    The default is the back end's default, but at least ``max_batch_size``.
-    """
+    """Return ``max_batch_input_tokens``, by default that of the back end or ``max_batch_size``, if larger."""
     if pipeline_config.max_batch_input_tokens is not None:
         return pipeline_config.max_batch_input_tokens
     return max(default_sizes(pipeline_config).step_tokens, pipeline_config.max_batch_size or 0)
 
 
 def requested_block_size(pipeline_config: PipelineConfig) -> int:
-    """Return ``kv_cache_block_size``: by default the back end's default."""
+    """Return ``kv_cache_block_size``, or the default of the back end."""
     return pipeline_config.kv_cache.block_size or default_sizes(pipeline_config).block_size
 
 
@@ -67,33 +64,42 @@ logits.
 def max_logit_rows(pipeline_config: PipelineConfig) -> int:
     """Return the number of rows of logits to plan memory for.
 
-    There is one row per sequence and one per draft token, for at most `MAX_DRAFT_ROWS` draft tokens.
+    A step has one row per sequence, and one row for each of at most `MAX_DRAFT_ROWS` draft tokens.
     """
     batch_size = requested_batch_size(pipeline_config)
     return batch_size + min(batch_size * pipeline_config.speculative.max_drafts, MAX_DRAFT_ROWS)
 
 
 class BlockDemand:
-    """Computes how many KV cache blocks sequences need in each cache group, and their size in bytes.
+    """Computes how many KV cache blocks sequences need in each group of layers, and their size in bytes.
 
-    No number of blocks decreases when the length or the batch size increases. A binary search therefore finds
-    the largest length and batch size that fit. In a group with a sliding window, the window limits the number
-    of blocks, because earlier blocks are freed.
+    The numbers of blocks never decrease when the length or the batch size increases, so that a binary search
+    finds the largest length and batch size that fit. In a group with a sliding window, the window limits the
+    number of blocks of a sequence, because blocks before the window are freed.
     """
 
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
         self._block_size = requested_block_size(pipeline_config)
         self._groups = spec.groups
+        # With prefix caching there is one saved state for each sequence, see `KVCacheManager`.
+        num_states = 2 if pipeline_config.kv_cache.enable_prefix_caching else 1
+        self._state_size = 0 if spec.states is None else num_states * spec.states.num_bytes
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
-        chunks = pipeline_config.enable_chunked_prefill
         self._chunk_size = (
-            max(requested_step_tokens(pipeline_config), spec.max_bidirectional_tokens) if chunks else None
+            max(requested_step_tokens(pipeline_config), spec.max_bidirectional_tokens)
+            if pipeline_config.enable_chunked_prefill
+            else None
         )
 
-    def size(self, num_blocks: tuple[int, ...]) -> int:
-        """Return the size in bytes of a cache with ``num_blocks[i]`` blocks of group i."""
-        return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
+    def cache_size(self, num_blocks: tuple[int, ...], batch_size: int) -> int:
+        """Return the size in bytes of a cache with ``num_blocks[i]`` blocks of group i.
+
+        If the model has recurrent states, the cache has one for each sequence of the batch, and with prefix
+        caching the same number of saved states.
+        """
+        blocks = sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
+        return blocks + batch_size * self._state_size
 
     def min_blocks(self, length: int, batch_size: int) -> tuple[int, ...]:
         """Return the minimum number of blocks of each group, including the null block.
@@ -114,18 +120,21 @@ class BlockDemand:
         def blocks(count: int) -> tuple[int, ...]:
             return tuple(min(max(low, count), high) for low, high in zip(min_blocks, max_blocks, strict=True))
 
-        return blocks(largest_fitting(max(max_blocks), lambda count: self.size(blocks(count)) <= budget))
+        def fits(count: int) -> bool:
+            return self.cache_size(blocks(count), batch_size) <= budget
+
+        return blocks(largest_fitting(max(max_blocks), fits))
 
     def _sequence_blocks(self, group: KVGroup, length: int) -> int:
-        """Return the number of blocks of a sequence of ``length`` tokens during the prefill of a chunk."""
+        """Return the maximum number of blocks that a sequence of ``length`` tokens holds at once."""
         chunk_size = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
         return group.max_blocks(length, self._block_size, chunk_size)
 
     def _batch_blocks(self, group: KVGroup, length: int, batch_size: int) -> int:
-        """Return the number of blocks of a full batch.
+        """Return the maximum number of blocks that a full batch holds at once.
 
-        The sequences of a step share the token budget of the step, so only some sequences compute a full
-        chunk.
+        With chunked prefill, all sequences of a step together compute at most one chunk, so that most of them
+        need only the blocks of decode steps.
         """
         full_chunks = batch_size * self._sequence_blocks(group, length)
         if self._chunk_size is None:
@@ -135,7 +144,7 @@ class BlockDemand:
 
 
 def largest_fitting(upper: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to ``upper`` that fits, or 0.
+    """Return the largest number from 1 to ``upper`` that fits; 0 if none fits.
 
     If a number fits, all smaller numbers must also fit.
     """

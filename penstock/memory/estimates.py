@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from penstock.nn import TensorNames
 
 _ROWS_PER_TOKEN = 6
-_SAMPLING_BYTES = 20
-_MAX_ENCODER_CACHE = 256 * 2**20
+"""Rows of activations per token of a step, see `estimate_activation_memory`."""
+_BYTES_PER_LOGIT = 20
+"""Bytes of logits and sampling data per token of the vocabulary, for each row of logits."""
+_MAX_ENCODER_CACHE_BYTES = 256 * 2**20
 
 
 def estimate_weights_size(
@@ -33,15 +35,15 @@ def estimate_weights_size(
 
     Linear layers and the output head are counted in packed form. Layers that the model fuses are counted
     separately, so the estimate can be slightly too high. Embedding tables, norms and biases are counted in
-    the type of the activations, although some families store norm weights ``1 + w`` in float32. A head that
-    is tied to the embedding table is packed in addition to the table. For families that store weights as
-    ``[in, out]``, the size of the scales is not exact. The layout of packed weights is the layout of the
-    first of `BackendRegistry.candidates`, even if this back end cannot run and another back end is opened.
+    the type of the activations, although some families store norm weights ``1 + w`` in float32. An output
+    head that is tied to the embedding table is packed in addition to the table. For families that store
+    weights as ``[in, out]``, the size of the scales is not exact. The packed size is that of the first back
+    end of `BackendRegistry.candidates`, even if this back end cannot run and another back end is opened.
 
     Args:
         pipeline_config: contains the checkpoint and the encoding.
         names: the tensor names of the family; by default the names of Llama.
-        share: returns the fraction of a matrix on this rank, given its name; by default 1.
+        share: returns the fraction of a matrix that is on a rank, given the name of the matrix; by default 1.
     """
     names = _names_or_default(names)
     model = pipeline_config.model
@@ -60,48 +62,49 @@ def estimate_weights_size(
                 layer_role: LayerRole = "values" if role == "values" else "linear"
                 if role != "values" and (experts or role == "expert"):
                     layer_role = "expert"
-                kind = encoding_named(encoding)
-                encoding = kind.for_layer(layer_role, out_features, in_features)
-            kind = encoding_named(encoding)
-            size += prod(experts) * kernels.num_bytes(kind, out_features, in_features) * share(name)
+                encoding = encoding_named(encoding).for_layer(layer_role, out_features, in_features)
+            num_bytes = kernels.num_bytes(encoding_named(encoding), out_features, in_features)
+            size += prod(experts) * num_bytes * share(name)
             if model.keeps_stored_layers and isinstance(header, QuantizedHeader):
-                size += len(header.order)
+                size += len(header.input_order)
         elif role != "head":
-            size += _plain_size(header, float_dtype) * (share(name) if role == "table" else 1)
-    kind = _encoding(pipeline_config)
+            size += _unpacked_size(header, float_dtype) * (share(name) if role == "table" else 1)
+    default_encoding = _encoding(pipeline_config)
     head_shapes = _head_shapes(pipeline_config, names)
     table = f"{names.embedding_path}.weight"
     # Without an embedding table in the checkpoint, the table is a copy of the head.
     if not any(names.is_embedding(name) for name in model.tensor_headers):
         size += sum(prod(shape) for shape in head_shapes) * DType(float_dtype).size_in_bytes * share(table)
-    stored_head = _stored_head(pipeline_config, names)
+    stored_encoding = _stored_head_encoding(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
-        head = encoding_named(stored_head or kind.for_layer("head", vocabulary, hidden))
-        size += kernels.num_bytes(head, vocabulary, hidden) * share(f"{names.head}.weight")
+        encoding = stored_encoding or default_encoding.for_layer("head", vocabulary, hidden)
+        num_bytes = kernels.num_bytes(encoding_named(encoding), vocabulary, hidden)
+        size += num_bytes * share(f"{names.head}.weight")
     return int(size)
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
     """Return the approximate size in bytes of the weights that are packed during loading.
 
-    The packed weights are the linear layers and the output head. The function is called before torch is
-    imported, so neither the kernels nor the tensor names of the family are known. A matrix with one row per
-    token of the vocabulary is assumed to be an embedding table or an output head. Lazily packed weights
+    The packed weights are the linear layers and the output head. The caller has not imported torch yet, so
+    neither the kernels nor the tensor names of the family are known. A matrix with one row per token of the
+    vocabulary is assumed to be an embedding table or an output head. Lazily packed weights
     (`penstock.kernels.LazyWeight`) count as 0.
     """
-    model, kind = pipeline_config.model, _encoding(pipeline_config)
-    if kind.packs_lazily and not kind.needs_calibration:
+    model, encoding = pipeline_config.model, _encoding(pipeline_config)
+    if encoding.packs_lazily and not encoding.needs_calibration:
         return 0
     vocabulary = model.huggingface_config.vocabulary_size
-    num_linear, vocabulary_matrices = 0, []
+    num_linear_weights, vocabulary_matrix_sizes = 0, []
     for header in model.tensor_headers.values():
         shape = _matrix_shape(header)
         if shape and shape[0] == vocabulary:
-            vocabulary_matrices.append(prod(shape))
+            vocabulary_matrix_sizes.append(prod(shape))
         elif shape:
-            num_linear += prod(shape)
-    num_head = max(vocabulary_matrices, default=0)  # the output head is packed, the embedding table is not
-    return int((num_linear + num_head) * kind.bits_per_weight / 8)
+            num_linear_weights += prod(shape)
+    # The output head is packed, the embedding table is not.
+    num_head_weights = max(vocabulary_matrix_sizes, default=0)
+    return int((num_linear_weights + num_head_weights) * encoding.bits_per_weight / 8)
 
 
 def estimate_activation_memory(
@@ -113,10 +116,10 @@ def estimate_activation_memory(
 ) -> int:
     """Return the size in bytes of the activations of the largest step.
 
-    Each token of the step needs six rows with the width of the widest linear layer: three
-    rows for a gated feed-forward layer, and one row each for the residual stream, the sum of residual stream
-    and layer output, and the norm of this sum. Each sequence and each draft token needs a row of logits and
-    sampling data: 20 bytes for each token of the vocabulary.
+    Each token of the step needs six rows with the width of the widest linear layer: three rows for a gated
+    feed-forward layer, and one row each for the residual stream, the sum of residual stream and layer output,
+    and the norm of this sum. Each sequence and each draft token needs a row of logits and sampling data, with
+    20 bytes per token of the vocabulary.
 
     Args:
         pipeline_config: contains the checkpoint, the encoding and the limits of a step.
@@ -133,7 +136,7 @@ def estimate_activation_memory(
         * max_width
         * bytes_per_element
     )
-    return row_bytes + max_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
+    return row_bytes + max_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _BYTES_PER_LOGIT
 
 
 def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
@@ -158,10 +161,12 @@ def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames |
 def encoder_cache_size(pipeline_config: PipelineConfig, free_memory: int) -> int:
     """Return the size in bytes of the cache of encoded images.
 
-    By default it is 1/20 of the free memory, but at most `_MAX_ENCODER_CACHE`.
+    This is the configured size, or by default 1/20 of the free memory, but at most 256 MiB.
     """
     configured_size = pipeline_config.vision.encoder_cache_memory
-    return min(_MAX_ENCODER_CACHE, free_memory // 20) if configured_size is None else configured_size
+    if configured_size is not None:
+        return configured_size
+    return min(_MAX_ENCODER_CACHE_BYTES, free_memory // 20)
 
 
 def _names_or_default(names: TensorNames | None) -> TensorNames:
@@ -185,13 +190,14 @@ def _head_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> list[tu
     return heads or [header.shape for name, header in headers.items() if names.is_embedding(name)]
 
 
-def _stored_head(pipeline_config: PipelineConfig, names: TensorNames) -> str | None:
+def _stored_head_encoding(pipeline_config: PipelineConfig, names: TensorNames) -> str | None:
     """Return the stored encoding of the output head if the model keeps stored encodings, otherwise None."""
     model = pipeline_config.model
     if not model.keeps_stored_layers:
         return None
-    heads = [header.encoding for name, header in model.tensor_headers.items() if names.role(name) == "head"]
-    return heads[0] if heads else None
+    headers = model.tensor_headers
+    encodings = [header.encoding for name, header in headers.items() if names.role(name) == "head"]
+    return encodings[0] if encodings else None
 
 
 def _linear_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> Iterator[tuple[int, ...]]:
@@ -211,7 +217,7 @@ def _matrix_shape(header: TensorHeader) -> tuple[int, ...] | None:
     return header.shape if len(header.shape) in (2, 3) and header.is_float else None
 
 
-def _plain_size(header: TensorHeader, dtype: str) -> int:
+def _unpacked_size(header: TensorHeader, dtype: str) -> int:
     """Return the size in bytes of a tensor that is not packed. Floats are converted to ``dtype``."""
     if header.is_float:
         return header.num_elements * DType(dtype).size_in_bytes

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.kv_cache.spec import KVCacheSpec
 
-MIN_STEP = 512
+MIN_STEP_TOKENS = 512
 """Number of tokens of the smallest step that uses a CPU fully.
 
 The planner chooses a smaller step only if the model does not fit into memory otherwise.
@@ -32,10 +32,10 @@ The planner chooses a smaller step only if the model does not fit into memory ot
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The sizes of a pipeline. Memory sizes are in bytes."""
+    """The lengths, batch sizes and memory sizes of a pipeline. Memory sizes are in bytes."""
 
     max_length: int
-    """The longest sequence, prompt and output together, in tokens."""
+    """The maximum length of a sequence, prompt and output together, in tokens."""
     max_batch_size: int
     max_batch_input_tokens: int
     """The maximum number of tokens of a step: the requested number, or less if the KV cache needs the memory.
@@ -47,9 +47,9 @@ class MemoryPlan:
     activation_size: int
     kv_cache_size: int
     available_memory: int
-    """The memory that the KV cache and everything of `static_size` may use together."""
+    """The memory that the KV cache and the parts of `static_size` may use together."""
     model_max_length: int
-    """The maximum length if memory did not limit it, in tokens."""
+    """The configured maximum length, or that of the model, in tokens. Memory can reduce `max_length`."""
     adapters_size: int = 0
     """The size of the device slots for LoRA adapters."""
     encoder_size: int = 0
@@ -124,13 +124,14 @@ def plan_memory(
 
     The paged KV cache must have room for one sequence of the maximum length, and for one block of each
     sequence of a batch. If this cache does not fit, the planner reduces the batch size, then the step size
-    down to `MIN_STEP`, then the length, and last the step size again. It does not reduce a configured batch
-    size or length. It reduces the step size, which makes the activations smaller, only with chunked prefill.
-    All remaining memory is used for more blocks, up to the number that a full batch of sequences of the
-    maximum length needs.
+    down to `MIN_STEP_TOKENS`, then the length, and last the step size again. It does not reduce a configured
+    batch size or length. It reduces the step size, which makes the activations smaller, only with chunked
+    prefill. Without a configured ``kv_cache_memory``, all remaining memory is used for more blocks, up to the
+    number that a full batch of sequences of the maximum length needs.
 
     Args:
-        pipeline_config: can set ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
+        pipeline_config: can set ``max_length``, ``max_batch_size``, ``max_batch_input_tokens`` and
+            ``kv_cache_memory``.
         spec: the KV cache of the model; None for a model without one.
         model_max_length: the longest sequence that the model supports, in tokens.
         weights_size: see `estimate_weights_size`.
@@ -148,7 +149,7 @@ def plan_memory(
         ConfigError: ``max_length`` exceeds ``model_max_length``.
     """
 
-    largest_step = max(requested_step_tokens(pipeline_config), min_step_tokens)
+    max_step_tokens = max(requested_step_tokens(pipeline_config), min_step_tokens)
 
     def plan(step_size: int) -> MemoryPlan:
         return _plan(
@@ -156,7 +157,7 @@ def plan_memory(
             spec,
             model_max_length,
             weights_size,
-            activation_size * max(step_size, min_step_tokens) // largest_step,
+            activation_size * max(step_size, min_step_tokens) // max_step_tokens,
             free_memory,
             adapters_size,
             encoder_size,
@@ -164,7 +165,7 @@ def plan_memory(
         )
 
     *larger_steps, smallest_step = _step_sizes(
-        pipeline_config, activation_size, max(MIN_STEP, min_step_tokens)
+        pipeline_config, activation_size, max(MIN_STEP_TOKENS, min_step_tokens)
     )
     for step_size in larger_steps:
         with suppress(InsufficientMemoryError):
@@ -192,8 +193,8 @@ def estimate_kv_cache_size(
     """
     if spec is None:
         return 0
-    _, _, num_blocks = _plan_cache(pipeline_config, spec, model_max_length, available_cache_memory)
-    return BlockDemand(pipeline_config, spec).size(num_blocks)
+    _, batch_size, num_blocks = _plan_cache(pipeline_config, spec, model_max_length, available_cache_memory)
+    return BlockDemand(pipeline_config, spec).cache_size(num_blocks, batch_size)
 
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, min_size: int) -> Iterator[int]:
@@ -240,7 +241,7 @@ def _plan(
         max_length, max_batch_size, num_blocks = _plan_cache(
             pipeline_config, spec, model_max_length, available - static_size
         )
-        kv_cache_size = BlockDemand(pipeline_config, spec).size(num_blocks)
+        kv_cache_size = BlockDemand(pipeline_config, spec).cache_size(num_blocks, max_batch_size)
     return MemoryPlan(
         max_length=max_length,
         max_batch_size=max_batch_size,
@@ -274,7 +275,7 @@ def _plan_cache(
     batch_size = requested_batch_size(pipeline_config)
 
     def fits(length: int, batch_size: int) -> bool:
-        return demand.size(demand.min_blocks(length, batch_size)) <= budget
+        return demand.cache_size(demand.min_blocks(length, batch_size), batch_size) <= budget
 
     def max_fitting_length(batch_size: int) -> int:
         return largest_fitting(length, lambda candidate: fits(candidate, batch_size))
@@ -288,7 +289,7 @@ def _plan_cache(
         suggested_length = max_fitting_length(1) if fixed_length else 1
         refuse_cache(
             pipeline_config,
-            needed=demand.size(demand.min_blocks(chosen_length, chosen_batch)),
+            needed=demand.cache_size(demand.min_blocks(chosen_length, chosen_batch), chosen_batch),
             available=budget,
             suggested_length=suggested_length,
             suggested_batch_size=max_fitting_batch(suggested_length or 1),

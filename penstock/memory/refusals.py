@@ -1,4 +1,4 @@
-"""Raises the errors of models that do not fit into memory. Messages contain sizes and settings to change."""
+"""Raises the errors of models that do not fit into memory. Messages name sizes and the settings to change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def refuse_model(
     adapters_size: int,
     images_size: int = 0,
 ) -> NoReturn:
-    """Raise the error that a model exceeds the available memory.
+    """Raise the error that a model without its KV cache exceeds the available memory.
 
-    The model needs memory for weights, activations, LoRA adapters, encoded images and, if its size is
-    configured, the KV cache.
+    If ``kv_cache_memory`` is configured, the size of the KV cache is included.
     """
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)
@@ -59,8 +58,8 @@ def refuse_cache(
 ) -> NoReturn:
     """Raise the error that the KV cache does not fit.
 
-    The message suggests values for ``max_length`` and ``max_batch_size`` if configured. If neither is
-    configured, or a suggested value is 0, it names other settings to change.
+    The message suggests values for those of ``max_length`` and ``max_batch_size`` that are configured. If
+    neither is configured, or a suggested value is 0, the message names other settings to change.
     """
     length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
     configured_values, suggestions = [], []

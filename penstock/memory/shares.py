@@ -9,14 +9,14 @@ from penstock.nn import TensorNames
 
 
 def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
-    """Return a function that returns the largest fraction of a matrix on any rank, given its name.
+    """Return a function that maps the name of a matrix to the largest fraction of the matrix on any rank.
 
     The embedding table, the output head and the matrices of the decoder's blocks except routers are divided.
     Every rank has a whole copy of all other matrices, such as the matrices of an image encoder.
 
     Args:
         names: the tensor names of the family.
-        shard: a rank.
+        shard: the shard of any rank.
         kv_heads: K, the number of kv heads of the model.
     """
     kv_share = shard.max_kv_heads(kv_heads) / kv_heads
@@ -26,14 +26,14 @@ def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[st
         role = names.role(tensor)
         if role in ("table", "head"):
             is_divided = role == "head" or names.is_embedding(tensor)
-            return 1 / shard.world if is_divided else 1.0
+            return 1 / shard.world_size if is_divided else 1.0
         if role == "router" or not tensor.removeprefix(names.prefix).startswith(block_prefix):
             return 1.0
         if f".{names.attention}." not in tensor:
-            return 1 / shard.world
+            return 1 / shard.world_size
         parts = tensor.split(".")
-        if parts[-2] in names.qkv[1:] or shard.world <= kv_heads:
+        if parts[-2] in names.qkv[1:] or shard.world_size <= kv_heads:
             return kv_share
-        return 1 / shard.world
+        return 1 / shard.world_size
 
     return share

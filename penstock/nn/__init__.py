@@ -64,8 +64,10 @@ from penstock.nn.experts import (
     load_stacked_experts,
     num_experts_per_token,
 )
+from penstock.nn.gated_attention import GatedAttention
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
+from penstock.nn.linear_attention import LinearAttention, LinearAttentionSizes
 from penstock.nn.loader import Loader
 from penstock.nn.mlp import MLP, GatedMLP
 from penstock.nn.norm import LayerNorm, LoadNorm, Norm, RMSNorm
@@ -98,10 +100,13 @@ __all__ = [
     "EncoderNames",
     "Experts",
     "FeedForward",
+    "GatedAttention",
     "GatedMLP",
     "Head",
     "LayerNorm",
     "Linear",
+    "LinearAttention",
+    "LinearAttentionSizes",
     "LoadAttention",
     "LoadBlock",
     "LoadFeedForward",

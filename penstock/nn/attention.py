@@ -23,7 +23,7 @@ class Attention:
     group. Without a KV cache, the step contains whole sequences, and `window` and `is_causal` apply.
     """
 
-    is_by_head: ClassVar[bool] = False
+    is_qkv_per_head: ClassVar[bool] = False
     """Whether `qkv` stores query, key and value of head 0, then query, key and value of head 1, and so on."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] if values have a separate layer
@@ -33,7 +33,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scale: float
-    rotary: int | None = 0
+    rotary_index: int | None = 0
     """The index of the rotary embedding for queries and keys; None for no rotation."""
     soft_cap: float | None = None
     """Attention scores become ``soft_cap * tanh(score / soft_cap)``; None for no cap. Needs a KV cache."""
@@ -48,14 +48,19 @@ class Attention:
     sinks: Tensor | None = None  # [H]: an extra logit of each head in the softmax; needs a KV cache
     values: Linear | None = None  # [E] -> [K D]: the value projection, if it is not a part of `qkv`
     window: int | None = None
-    """The number of keys that a query sees in each direction, including its own. Not used with a KV cache."""
+    """The number of keys in each direction to which a query attends, including its own. Not used with a KV
+    cache.
+    """
     is_causal: bool = True
     """Whether attention is causal. Not used with a KV cache."""
     is_interleaved: bool = False
     """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """Return the output ``[T, E]`` for ``x [T, E]``. ``rows`` are the values of each rotary embedding."""
+        """Return the output ``[T, E]`` for ``x [T, E]``.
+
+        ``rows`` are the cosines and sines of each rotary embedding.
+        """
         q, k, v = self._project(x, step)
         q, k = self._normalize_and_rotate(q, k, rows, step)
         out = self._attend(q, k, v, step)
@@ -71,9 +76,9 @@ class Attention:
     def _rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        if self.rotary is None:
+        if self.rotary_index is None:
             return q, k
-        return step.ops.rotary(q, k, *rows[self.rotary], is_interleaved=self.is_interleaved)
+        return step.ops.rotary(q, k, *rows[self.rotary_index], is_interleaved=self.is_interleaved)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepInputs) -> Tensor:
         """Return the attention output ``[T, H, D]`` of ``q [T, H, D]``, ``k [T, K, D]``, ``v [T, K, D]``."""

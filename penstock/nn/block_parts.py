@@ -18,7 +18,7 @@ from penstock.nn.norm import GatheredNorm, LoadNorm, Norm, select_weights
 
 
 class FeedForward(Protocol):
-    """The feed-forward part of a block: a gated MLP, a plain MLP or experts. Rows are independent."""
+    """The feed-forward layer of a block, which computes each row independently: gated MLP, MLP or experts."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``."""
@@ -105,10 +105,13 @@ def llama_parts(load: Loader, blueprint: Blueprint) -> BlockParts:
 
 
 def attentions(
-    load: Loader, blueprint: Blueprint, kind: type[Attention] = Attention, norm: LoadNorm | None = None
+    load: Loader,
+    blueprint: Blueprint,
+    attention_class: type[Attention] = Attention,
+    norm: LoadNorm | None = None,
 ) -> LoadAttention:
-    """Return a function that reads attention layers of class ``kind``; see `load_attention`."""
-    return lambda name, layer: load_attention(load, blueprint, name, layer, kind, norm)
+    """Return a function that reads attention layers of class ``attention_class``; see `load_attention`."""
+    return lambda name, layer: load_attention(load, blueprint, name, layer, attention_class, norm)
 
 
 def load_attention(
@@ -116,7 +119,7 @@ def load_attention(
     blueprint: Blueprint,
     name: str,
     layer: int,
-    kind: type[Attention] = Attention,
+    attention_class: type[Attention] = Attention,
     norm: LoadNorm | None = None,
 ) -> Attention:
     """Read the attention of a block.
@@ -126,7 +129,7 @@ def load_attention(
         blueprint: sizes, options and tensor names.
         name: the full name of the attention layer in the checkpoint.
         layer: the number of the block.
-        kind: the class to create.
+        attention_class: the class to create.
         norm: reads the norms of queries and keys, if the blueprint has them; by default RMS norms.
     """
     norm = norm or rms_norms(load, blueprint)
@@ -140,7 +143,7 @@ def load_attention(
         starts = (0, sizes[0], sizes[0] + sizes[1])
         qkv_rows = [rows.shifted(start) for rows, start in zip(rank_parts, starts, strict=True)]
         outputs = {names.qkv[0]: qkv_rows}
-        if kind.is_by_head:
+        if attention_class.is_qkv_per_head:
             outputs = {names.qkv[0]: [part.heads.times(3 * dim)]}
     else:
         output_sizes = dict(zip(names.qkv, sizes, strict=True))
@@ -153,8 +156,8 @@ def load_attention(
     rotary = blueprint.rotary_indices[layer]
     rank_outputs = {key: load.rank_outputs(rows) for key, rows in outputs.items()}
     inputs = None if load.shard.is_whole else rank_parts[0]
-    sinks = load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None
-    return kind(
+    sinks = load.tensor(f"{name}.{names.sinks}", heads) if blueprint.has_sinks else None
+    return attention_class(
         load.fused(name, output_sizes, hidden, bias=blueprint.qkv_bias, outputs=rank_outputs),
         load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias, inputs=inputs),
         layer,
@@ -181,7 +184,7 @@ def _head_norm(
     heads: int,
     head_kind: Literal["heads", "kv_heads"],
 ) -> Norm | None:
-    """Return the norm of this rank's queries or keys, by ``head_kind``; None without such norms."""
+    """Return the norm of this rank's queries or keys, by ``head_kind``; None if the blueprint has none."""
     if blueprint.head_norms is None:
         return None
     dim = blueprint.head_dim

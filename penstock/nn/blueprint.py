@@ -33,9 +33,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 """Activation functions by their names in checkpoints."""
 
 FULL = "full_attention"
-"""The type of a layer with full attention: a token sees itself and all tokens before it."""
+"""The type of a layer without a window: a token attends to itself and all tokens before it."""
 SLIDING = "sliding_attention"
-"""The type of a layer with sliding-window attention: a token sees the last W tokens, including itself."""
+"""The type of a layer with a window of W tokens: a token attends to the last W tokens, including itself."""
 
 BlockNorms: TypeAlias = Literal["before", "after", "around"]
 HeadNorms: TypeAlias = Literal["each", "together"]
@@ -45,9 +45,9 @@ HeadNorms: TypeAlias = Literal["each", "together"]
 class Blueprint:
     """Sizes and options of a decoder-only transformer."""
 
-    vocabulary: int  # V
-    hidden: int  # E
-    inner: int  # F
+    vocab_size: int  # V
+    hidden: int  # E, the hidden size
+    inner: int  # F, the intermediate size of feed-forward layers
     layers: int  # L
     heads: int  # H
     kv_heads: int  # K
@@ -62,18 +62,20 @@ class Blueprint:
     rotary_indices: tuple[int | None, ...]  # [L]
     """The index of each layer's rotary embedding; None for a layer without RoPE."""
     windows: tuple[int | None, ...]  # [L]
-    """The number of keys that a query of the layer sees, including its own; None for all keys."""
+    """The number of keys to which a query of the layer attends, including its own; None for all keys."""
 
     attention_scale: float
     attention_soft_cap: float | None = None
-    sinks: bool = False
+    has_sinks: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: HeadNorms | None = None
-    """Norms of queries and keys before RoPE: for each head or for all heads together; None without norms."""
+    """The weights of the norms of queries and keys: D weights that all heads share (``each``), or weights for
+    the dims of all heads (``together``); None without norms.
+    """
     block_norms: BlockNorms = "before"
-    """Whether attention and feed-forward layer each have a norm before them, after them, or both."""
+    """Whether attention and feed-forward layer each have a norm before, after, or on both sides (around)."""
     norm_offset: float = 0.0
     """The number added to the stored weights of norms."""
     embedding_scale: float = 1.0
@@ -88,13 +90,13 @@ class Blueprint:
         cls,
         config: ConfigValues,
         *,
-        head_dim: int | None = None,
-        activation: str | None = "hidden_act",
+        default_head_dim: int | None = None,
+        activation_key: str | None = "hidden_act",
         default_activation: str = "silu",
-        default_base: float = 10000.0,
+        default_rope_theta: float = 10000.0,
         rope_parameters: Mapping[str, object] | None = None,
-        partial_rotary: float | None = None,
-        tied_head: bool = False,
+        default_partial_rotary_factor: float | None = None,
+        default_tied_head: bool = False,
         windows: tuple[int | None, ...] | None = None,
         **fields: Unpack[BlueprintFields],
     ) -> Blueprint:
@@ -102,14 +104,14 @@ class Blueprint:
 
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
-            head_dim: the family's default head size; None for hidden size / heads.
-            activation: the key of the activation function; None if the family has no such key.
+            default_head_dim: the family's default head size; None for hidden size / heads.
+            activation_key: the key of the activation function; None if the family has no such key.
             default_activation: the family's activation function, used if the file has none.
-            default_base: the family's base of the rotary embedding.
+            default_rope_theta: the family's base of the rotary embedding, used if the file has none.
             rope_parameters: parameters of the rotary embedding, used instead of the parameters in the file.
-            partial_rotary: the family's default for ``partial_rotary_factor``; None if the family has no such
-                key.
-            tied_head: the family's default for ``tie_word_embeddings``.
+            default_partial_rotary_factor: the family's default for ``partial_rotary_factor``; None if the
+                family has no such key.
+            default_tied_head: the family's default for ``tie_word_embeddings``.
             windows: the window of each layer. By default no layer has a window, and `SLIDING` in
                 ``layer_types`` is an error.
             **fields: further fields of the blueprint, which replace the defaults and the values of the file.
@@ -123,7 +125,7 @@ class Blueprint:
         layers = num_layers(config)
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", default=heads)
-        head_dim = config.integer("head_dim", default=head_dim or max(1, hidden // heads))
+        head_dim = config.integer("head_dim", default=default_head_dim or max(1, hidden // heads))
         if heads % kv_heads:
             raise ConfigError(
                 "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} attention heads"
@@ -136,10 +138,12 @@ class Blueprint:
             rotary = RotaryConfig.from_huggingface(
                 config,
                 head_dim,
-                default_base=default_base,
+                default_rope_theta=default_rope_theta,
                 parameters=rope_parameters,
-                supports_partial=partial_rotary is not None,
-                default_fraction=1.0 if partial_rotary is None else partial_rotary,
+                supports_partial=default_partial_rotary_factor is not None,
+                default_fraction=1.0
+                if default_partial_rotary_factor is None
+                else default_partial_rotary_factor,
             )
             fields = {"max_length": rotary.max_length, "rotaries": (rotary,), **fields}
         values: BlueprintFields = {
@@ -148,20 +152,20 @@ class Blueprint:
             "rotary_indices": (0,) * layers,
             **fields,
         }
-        # A window of at least max_length tokens hides no key. It is dropped, so that the layer can share a
-        # cache group with the layers of full attention.
+        # A window of at least max_length tokens hides no key. Without the window, the layer can share a cache
+        # group with the layers of full attention.
         max_length = values["max_length"]
         effective_windows = (None if window and window >= max_length else window for window in windows)
         return cls(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             hidden=hidden,
             inner=config.integer("intermediate_size"),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            activation=_activation(config, activation, default_activation),
-            tied_head=config.flag("tie_word_embeddings", tied_head),
+            activation=_activation(config, activation_key, default_activation),
+            tied_head=config.flag("tie_word_embeddings", default_tied_head),
             windows=tuple(effective_windows),
             **values,
         )
@@ -176,7 +180,7 @@ class BlueprintFields(TypedDict, total=False):
     rotary_indices: tuple[int | None, ...]
     attention_scale: float
     attention_soft_cap: float | None
-    sinks: bool
+    has_sinks: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -268,10 +272,10 @@ def layer_windows(
         config: the checkpoint's configuration.
         types: the type of each layer, ``[L]``.
         default: the family's window if the key is absent.
-        has_windows: the value of ``use_sliding_window`` in families with that key.
+        has_windows: whether the configuration switches windows on, for example by ``use_sliding_window``.
 
     Raises:
-        ConfigError: a layer is of type `SLIDING`, and the window is null or switched off.
+        ConfigError: a layer is of type `SLIDING`, and ``sliding_window`` is null or ``has_windows`` is False.
     """
     if SLIDING not in types:
         return (None,) * len(types)

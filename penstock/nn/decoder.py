@@ -30,7 +30,7 @@ class Block(Protocol):
         ...
 
     def with_attention(self, attention: Attention) -> Block:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         ...
 
     def __call__(
@@ -111,7 +111,7 @@ class DecoderBlock:
         )
 
     def with_attention(self, attention: Attention) -> DecoderBlock:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         return replace(self, attention=attention)
 
     def __call__(
@@ -141,21 +141,21 @@ class ParallelBlock:
 
     @classmethod
     def load(
-        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, norms: int = 1
+        cls, load: Loader, blueprint: Blueprint, layer: int, parts: BlockParts, *, num_norms: int = 1
     ) -> ParallelBlock:
-        """Read block ``layer``. ``norms`` is 2 if the feed-forward layer has its own norm, else 1."""
+        """Read block ``layer``. ``num_norms`` is 2 if the feed-forward layer has its own norm, else 1."""
         names = blueprint.names
         name = names.block_path(layer)
         norm, mlp_norm = (f"{name}.{part}" for part in names.norms_before)
         return cls(
             parts.norm(norm, blueprint.hidden),
             parts.attention(f"{name}.{names.attention}", layer),
-            parts.norm(mlp_norm, blueprint.hidden) if norms == 2 else None,
+            parts.norm(mlp_norm, blueprint.hidden) if num_norms == 2 else None,
             parts.feed_forward(f"{name}.{names.feed_forward}", layer),
         )
 
     def with_attention(self, attention: Attention) -> ParallelBlock:
-        """Return the block with another attention."""
+        """Return a copy of the block with the given attention."""
         return replace(self, attention=attention)
 
     def __call__(
@@ -193,25 +193,25 @@ class DecoderTrunk:
             blueprint: sizes, options and tensor names.
             max_length: the number of positions in the tables of the rotary embeddings.
             parts: functions that load the parts of the blocks and the final norm; by default `llama_parts`.
-            block: loads a block; by default a `DecoderBlock` with these parts.
+            block: loads a block; by default a `DecoderBlock` with ``parts``.
         """
         parts = parts or llama_parts(load, blueprint)
         block = block or (lambda layer: DecoderBlock.load(load, blueprint, layer, parts))
-        vocabulary, hidden, names = blueprint.vocabulary, blueprint.hidden, blueprint.names
+        vocab_size, hidden, names = blueprint.vocab_size, blueprint.hidden, blueprint.names
         tied_head = names.head if blueprint.tied_head else None
-        table = load.table(names.embedding_path, vocabulary, hidden, tied_head=tied_head)
+        table = load.table(names.embedding_path, vocab_size, hidden, tied_head=tied_head)
         scale = float(torch.tensor(blueprint.embedding_scale, dtype=load.dtype))
         return DecoderTrunk(
-            load_embedding(load, table, vocabulary, scale),
+            load_embedding(load, table, vocab_size, scale),
             tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
             tuple(block(layer) for layer in range(blueprint.layers)),
             parts.norm(names.norm_path, hidden),
         )
 
     @property
-    def length_dependent(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether keys depend on the length of the sequence, as in dynamic NTK and LongRoPE."""
-        return any(rotary.length_dependent for rotary in self.rotaries)
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
 
     def bidirectional(self) -> DecoderTrunk:
         """Return the trunk with bidirectional attention, for steps without a KV cache."""
@@ -223,7 +223,8 @@ class DecoderTrunk:
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` has the indices ``[P]`` of rows and the embeddings ``[P, E]`` that replace them.
+        ``input_embeds`` has the indices ``[P]`` of rows and their embeddings ``[P, E]``, which replace the
+        embeddings of the tokens.
         """
         x, residual = self.embedding(tokens, step, input_embeds), None  # [T, E]
         rows = [rotary.rows(step) for rotary in self.rotaries]
@@ -254,7 +255,7 @@ class DecoderNetwork(DecoderTrunk):
         """Read a network with its head; see `DecoderTrunk.load`."""
         trunk = DecoderTrunk.load(load, blueprint, max_length, parts, block)
         tied_to = trunk.embedding.table if blueprint.tied_head else None
-        name, sizes = blueprint.names.head, (blueprint.vocabulary, blueprint.hidden)
+        name, sizes = blueprint.names.head, (blueprint.vocab_size, blueprint.hidden)
         head = Head(
             load.head(name, *sizes, tied_to=tied_to, bias=head_bias),
             blueprint.logit_scale,
@@ -263,13 +264,13 @@ class DecoderNetwork(DecoderTrunk):
         return cls(trunk.embedding, trunk.rotaries, trunk.blocks, trunk.norm, head)
 
 
-def load_embedding(load: Loader, table: Tensor, vocabulary: int, scale: float = 1.0) -> Embedding:
+def load_embedding(load: Loader, table: Tensor, vocab_size: int, scale: float = 1.0) -> Embedding:
     """Return the embedding of a table that `Loader.table` has read.
 
     Args:
         load: the loader that has read the table.
         table: this rank's rows.
-        vocabulary: V, the number of rows of the whole table.
+        vocab_size: V, the number of rows of the whole table.
         scale: see `Embedding`.
     """
-    return Embedding(table, scale, load.shard.collectives, load.shard.vocabulary(vocabulary).start)
+    return Embedding(table, scale, load.shard.collectives, load.shard.vocabulary(vocab_size).start)

@@ -16,7 +16,7 @@ from penstock.nn.rotary import RotaryRows
 
 @dataclass(frozen=True, slots=True)
 class EncoderAttention:
-    """Attention within each sequence; query head h reads kv head ``h // (H / K)``."""
+    """Bidirectional attention within each sequence; query head h reads kv head ``h // (H / K)``."""
 
     qkv: Linear  # [E] -> [(H + 2K) D]
     output: Linear  # [H D] -> [E]
@@ -26,18 +26,18 @@ class EncoderAttention:
     scale: float
     window: int | None = None
     """The largest distance in tokens from a query to a visible key, in each direction; None for no limit."""
-    rotary: int | None = None
+    rotary_index: int | None = None
     """The index of the rotary embedding for queries and keys; None for no rotation."""
 
     def __call__(
         self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
     ) -> Tensor:
         """``x [T, E] -> [T, E]``; ``bias [H, 2P - 1]`` is the relative bias of `Ops.encoder_attention`."""
-        keys = self.heads + self.kv_heads
-        heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
-        q, k, v = heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:]
-        if self.rotary is not None:
-            q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        qk_heads = self.heads + self.kv_heads
+        heads = self.qkv(x, step).view(-1, qk_heads + self.kv_heads, self.head_dim)
+        q, k, v = heads[:, : self.heads], heads[:, self.heads : qk_heads], heads[:, qk_heads:]
+        if self.rotary_index is not None:
+            q, k = step.ops.rotary(q, k, *rows[self.rotary_index])
         out = step.ops.encoder_attention(
             q, k, v, step.row_offsets, scale=self.scale, window=self.window, bias=bias, blocks=step.blocks
         )

@@ -107,15 +107,15 @@ def load_masked_lm_head(
     norm_eps: float,
 ) -> MaskedLMHead:
     """Read the head of a masked language model. Uses the token table if no output layer is stored."""
-    vocabulary, hidden = tokens.shape
+    vocab_size, hidden = tokens.shape
     is_tied = f"{names.decoder}.weight" not in load.source
-    weight = tokens if is_tied else load.source.tensor(f"{names.decoder}.weight", (vocabulary, hidden))
-    bias = load.source.tensor(names.bias, (vocabulary,))
+    weight = tokens if is_tied else load.source.tensor(f"{names.decoder}.weight", (vocab_size, hidden))
+    bias = load.source.tensor(names.bias, (vocab_size,))
     return MaskedLMHead(
         plain_linear(load, names.dense, hidden, hidden),
         activation,
         load.layer_norm(names.norm, hidden, norm_eps),
-        load.pack(weight, {names.decoder: vocabulary}, bias=bias),
+        load.pack(weight, {names.decoder: vocab_size}, bias=bias),
     )
 
 

@@ -22,8 +22,8 @@ from penstock.nn.mlp import GatedMLP
 class Experts:
     """A mixture of experts: a router and its experts, ``x [T, E] -> [T, E]``.
 
-    The router selects `top_k` experts for each row. The output is the sum of their outputs, weighted by the
-    router.
+    The router selects `top_k` experts for each row. The result is the sum of the outputs of the selected
+    experts, weighted by the router.
     """
 
     router: Linear  # [E] -> [N]
@@ -32,13 +32,14 @@ class Experts:
     """The number of experts for each row."""
     routing: Routing
     gating: Gating
-    bias: Tensor | None = None  # [N] float32, added to the scores for the selection; see `ScoreRouting`
-    is_float32: bool = False
+    correction_bias: Tensor | None = None
+    """``[N]`` float32, added to the scores for the selection; see `ScoreRouting`."""
+    is_router_float32: bool = False
     """Whether the router computes in float32."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        logits = self.router(step.ops.widen(x) if self.is_float32 else x, step)
-        topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.bias)
+        logits = self.router(step.ops.widen(x) if self.is_router_float32 else x, step)
+        topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.correction_bias)
         y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
         return y if self.packed.ranks is None else step.ops.all_reduce(y, self.packed.ranks)
 
@@ -61,7 +62,7 @@ class SharedExperts:
 
 def num_experts_per_token(
     config: ConfigValues,
-    experts: int,
+    num_experts: int,
     default: int,
     *,
     key: str = "num_experts_per_tok",
@@ -71,18 +72,18 @@ def num_experts_per_token(
 
     Args:
         config: the checkpoint's configuration.
-        experts: the number of experts of a layer.
+        num_experts: the number of experts of a layer.
         default: the family's value if the key is absent.
         key: the key of the number of selected experts in ``config.json``.
         has_shared: whether the family has shared experts, which every token uses.
 
     Raises:
-        ConfigError: the number exceeds ``experts``, or the file configures shared experts in a family without
-            them.
+        ConfigError: the result exceeds ``num_experts``, or the file configures shared experts in a family
+            without them.
     """
     top_k = config.integer(key, default=default)
-    if top_k > experts:
-        raise ConfigError(key, f"{top_k} experts per token exceed the {experts} experts of a layer")
+    if top_k > num_experts:
+        raise ConfigError(key, f"{top_k} experts per token exceed the {num_experts} experts of a layer")
     if has_shared:
         return top_k
     for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
@@ -92,17 +93,19 @@ def num_experts_per_token(
 
 
 def load_router(
-    load: Loader, name: str, experts: int, hidden: int, *, bias: bool = False, is_float32: bool = False
+    load: Loader, name: str, num_experts: int, hidden: int, *, bias: bool = False, is_float32: bool = False
 ) -> Linear:
     """Read the router called ``name``, in the type of the activations or, with ``is_float32``, in float32.
 
     A router is never quantized, because it is small and a rounding error can route a row to another expert.
     """
-    weight = load.source.tensor(f"{name}.weight", (experts, hidden))
+    weight = load.source.tensor(f"{name}.weight", (num_experts, hidden))
     if not is_float32:
         weight = weight.to(load.dtype)
-    biases = load.tensor(f"{name}.bias", experts) if bias else None
-    return load.pack(weight.to(load.device), {name: experts}, bias=biases, plain=True, is_float32=is_float32)
+    biases = load.tensor(f"{name}.bias", num_experts) if bias else None
+    return load.pack(
+        weight.to(load.device), {name: num_experts}, bias=biases, plain=True, is_float32=is_float32
+    )
 
 
 def load_correction_bias(load: Loader, name: str, *shape: int) -> Tensor:
@@ -116,10 +119,10 @@ def load_correction_bias(load: Loader, name: str, *shape: int) -> Tensor:
 def load_experts(
     load: Loader,
     name: str,
-    experts: int,
+    num_experts: int,
     hidden: int,
     inner: int,
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    matrix_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> PackedExperts:
     """Read the experts whose tensor names start with ``name``, from either of two checkpoint layouts.
 
@@ -130,21 +133,21 @@ def load_experts(
     Args:
         load: reads and packs the tensors.
         name: the start of the tensor names.
-        experts: N, the number of experts.
+        num_experts: N.
         hidden: E.
         inner: F.
-        parts: the names of an expert's gate, up and down matrix in this family.
+        matrix_names: the names of an expert's gate, up and down matrix in this family.
     """
     if f"{name}.gate_up_proj" in load.source:
         tensors = f"{name}.gate_up_proj", f"{name}.down_proj"
-        names = [tuple(f"{name}.{i}.{part}" for part in parts) for i in range(experts)]
-        return load_stacked_experts(load, tensors, experts, hidden, inner, names=names)
-    local_experts = find_local_experts(load, experts, inner, f"{name}.0.{parts[2]}")
-    gate, up, down = parts
+        names = [tuple(f"{name}.{i}.{part}" for part in matrix_names) for i in range(num_experts)]
+        return load_stacked_experts(load, tensors, num_experts, hidden, inner, names=names)
+    local_experts = find_local_experts(load, num_experts, inner, f"{name}.0.{matrix_names[2]}")
+    gate, up, down = matrix_names
     outputs = {gate: local_experts.gate_outputs, up: local_experts.gate_outputs}
     # Other ranks read the remote experts. This rank checks their shapes.
-    for i in local_experts.remote_experts(experts):
-        for part in parts:
+    for i in local_experts.remote_experts(num_experts):
+        for part in matrix_names:
             shape = (hidden, inner) if part == down else (inner, hidden)
             load.source.expect(f"{name}.{i}.{part}.weight", shape)
     gate_ups = (
@@ -176,9 +179,9 @@ class LocalExperts:
         """This rank's outputs of a gate or up matrix, see `LayerPart.outputs`."""
         return () if self.inner_part is None else (self.inner_part,)
 
-    def remote_experts(self, experts: int) -> list[int]:
-        """Return the ids of the experts that this rank does not have; ``experts`` is N."""
-        return [i for i in range(experts) if i not in self.experts]
+    def remote_experts(self, num_experts: int) -> list[int]:
+        """Return the ids of the experts that this rank does not have; ``num_experts`` is N."""
+        return [i for i in range(num_experts) if i not in self.experts]
 
     def combine(self, gate_ups: Iterable[Linear], downs: Iterable[Linear]) -> PackedExperts:
         """Return the packed experts of this rank.
@@ -193,12 +196,12 @@ class LocalExperts:
         )
 
 
-def find_local_experts(load: Loader, experts: int, inner: int, down: str) -> LocalExperts:
+def find_local_experts(load: Loader, num_experts: int, inner: int, down: str) -> LocalExperts:
     """Return the part of a layer's experts that this rank has.
 
     Args:
         load: the loader of the rank. Its attribute ``has_experts`` is set to True.
-        experts: N.
+        num_experts: N.
         inner: F.
         down: the name of a down matrix, whose stored encoding determines where F can be divided. Inputs that
             share a quantization scale stay on one rank.
@@ -206,17 +209,17 @@ def find_local_experts(load: Loader, experts: int, inner: int, down: str) -> Loc
     load.has_experts = True
     ranks = load.shard.collectives
     if load.shard.is_whole:
-        return LocalExperts(range(experts), None, False, ranks)
+        return LocalExperts(range(num_experts), None, False, ranks)
     if load.shard.by_expert:
-        part = load.shard.part(experts, "experts")
+        part = load.shard.part(num_experts, "experts")
         return LocalExperts(range(part.start, part.stop), None, True, ranks)
-    return LocalExperts(range(experts), load.inner_part(down, inner), False, ranks)
+    return LocalExperts(range(num_experts), load.inner_part(down, inner), False, ranks)
 
 
 def load_stacked_experts(
     load: Loader,
     tensors: tuple[str, str],
-    experts: int,
+    num_experts: int,
     hidden: int,
     inner: int,
     *,
@@ -228,20 +231,20 @@ def load_stacked_experts(
     Args:
         load: reads and packs the tensors.
         tensors: the full names of two tensors: the gate and up matrices, and the down matrices.
-        experts: N.
+        num_experts: N.
         hidden: E.
         inner: F.
         names: for each expert the names of gate, up and down matrix in adapters. Without names, no adapter
             applies.
         transposed: whether the tensors are stored ``[N, E, 2F]`` and ``[N, F, E]``.
     """
-    local_experts = find_local_experts(load, experts, inner, tensors[1])
+    local_experts = find_local_experts(load, num_experts, inner, tensors[1])
 
     def read(tensor: str, out_features: int, in_features: int) -> Sequence[Tensor]:
         if transposed:
-            matrices = load.source.tensor(tensor, (experts, in_features, out_features))
+            matrices = load.source.tensor(tensor, (num_experts, in_features, out_features))
             return [matrix.T for matrix in matrices]
-        return list(load.source.tensor(tensor, (experts, out_features, in_features)))
+        return list(load.source.tensor(tensor, (num_experts, out_features, in_features)))
 
     gate_ups, downs = read(tensors[0], 2 * inner, hidden), read(tensors[1], hidden, inner)
 

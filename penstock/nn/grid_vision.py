@@ -1,6 +1,6 @@
 """Patch order and positions in vision encoders for images of any size (Wang et al. 2024, arXiv:2409.12191).
 
-An image is a grid of patches. Each patch is one input row. Each square of ``merge`` x ``merge`` patches
+An image is a grid of patches. Each patch is one input row. Each square of ``merge_size**2`` patches
 becomes one output row. The patches of a square are adjacent input rows. Squares are ordered from left to
 right within a row of squares, and the rows from top to bottom. Patches within a square have the same order.
 """
@@ -26,19 +26,19 @@ Grid = tuple[int, int]
 """The size of an image in patches: height and width."""
 
 
-def order_by_square(values: Tensor, merge: int) -> Tensor:
+def order_by_square(values: Tensor, merge_size: int) -> Tensor:
     """Return the values ``[h, w, ...]`` of a grid of patches as rows ``[h w, ...]``, ordered by square."""
     height, width, *rest = values.shape
-    blocks = values.reshape(height // merge, merge, width // merge, merge, *rest)
+    blocks = values.reshape(height // merge_size, merge_size, width // merge_size, merge_size, *rest)
     return blocks.transpose(1, 2).reshape(height * width, *rest)
 
 
-def patch_coordinates(grids: Iterable[Grid], merge: int) -> Tensor:  # [T, 2]
+def patch_coordinates(grids: Iterable[Grid], merge_size: int) -> Tensor:  # [T, 2]
     """Return the grid row and grid column of each patch of the images, ordered by square."""
     coordinates = []
     for height, width in grids:
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        coordinates.append(order_by_square(torch.stack([rows, columns], -1), merge))
+        coordinates.append(order_by_square(torch.stack([rows, columns], -1), merge_size))
     return torch.cat(coordinates)
 
 
@@ -60,9 +60,9 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
         ConfigError: the rope type is neither "axial" nor "default", or the head size is not a multiple of 4.
     """
     parameters = config.section("rope_parameters")
-    kind = parameters.get("rope_type")
-    if kind not in (None, "axial", "default"):
-        raise ConfigError("vision_config.rope_type", f"must be axial, was {kind!r}")
+    rope_type = parameters.get("rope_type")
+    if rope_type not in (None, "axial", "default"):
+        raise ConfigError("vision_config.rope_type", f"must be axial, was {rope_type!r}")
     if head_dim % 4:
         raise ConfigError(
             "vision_config.num_heads", f"the size of a head must be a multiple of 4, was {head_dim}"
@@ -75,14 +75,14 @@ class GridSizes:
     """Sizes of the vision encoders of the Qwen families, read from a ``vision_config``."""
 
     hidden: int  # E
-    out: int  # the hidden size of the decoder
+    output_size: int  # the hidden size of the decoder
     depth: int
     heads: int
     channels: int  # C
-    frames: int  # f: video frames per patch; an image is used as f equal frames
-    patch: int  # p
-    merge: int  # side of the square of patches that becomes one output row
-    base: float  # base of the rotary embedding
+    frames_per_patch: int  # f: video frames per patch; an image is used as f equal frames
+    patch_size: int  # p
+    merge_size: int  # side of the square of patches that becomes one output row
+    rope_theta: float  # base of the rotary embedding
 
     @classmethod
     def from_huggingface(
@@ -90,49 +90,50 @@ class GridSizes:
         config: ConfigValues,
         text_hidden: int,
         *,
-        hidden: str = "hidden_size",
-        out: str = "out_hidden_size",
+        hidden_key: str = "hidden_size",
+        out_key: str = "out_hidden_size",
     ) -> GridSizes:
         """Read a ``vision_config``.
 
         Args:
             config: the section ``vision_config``.
             text_hidden: the hidden size of the decoder.
-            hidden: the key of the encoder's hidden size E.
-            out: the key of the size of an output row.
+            hidden_key: the key of the encoder's hidden size E.
+            out_key: the key of the size of an output row.
 
         Raises:
             ConfigError: the output size differs from ``text_hidden``, the heads do not divide E, or the
                 rotary embedding is not supported.
         """
-        width, heads = config.integer(hidden), config.integer("num_heads")
-        size = config.integer(out)
-        if size != text_hidden:
+        hidden, heads = config.integer(hidden_key), config.integer("num_heads")
+        output_size = config.integer(out_key)
+        if output_size != text_hidden:
             raise ConfigError(
-                f"vision_config.{out}", f"is {size}, but the text model has hidden_size {text_hidden}"
+                f"vision_config.{out_key}",
+                f"is {output_size}, but the text model has hidden_size {text_hidden}",
             )
-        if width % heads:
-            raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide {hidden} {width}")
+        if hidden % heads:
+            raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide {hidden_key} {hidden}")
         return cls(
-            hidden=width,
-            out=size,
+            hidden=hidden,
+            output_size=output_size,
             depth=config.integer("depth"),
             heads=heads,
             channels=config.integer("in_channels", 3),
-            frames=config.integer("temporal_patch_size", 2),
-            patch=config.integer("patch_size"),
-            merge=config.integer("spatial_merge_size", 2),
-            base=axial_base(config, width // heads),
+            frames_per_patch=config.integer("temporal_patch_size", 2),
+            patch_size=config.integer("patch_size"),
+            merge_size=config.integer("spatial_merge_size", 2),
+            rope_theta=axial_base(config, hidden // heads),
         )
 
     @property
     def merged_size(self) -> int:
         """The size of the concatenated rows of a square of patches, ``merge^2 E``."""
-        return self.hidden * self.merge**2
+        return self.hidden * self.merge_size**2
 
     def load_patches(self, load: Loader, name: str, *, bias: bool) -> Linear:
         """Return the patch embedding called ``name``, ``[C f p p] -> [E]``."""
-        shape = (self.hidden, self.channels, self.frames, self.patch, self.patch)
+        shape = (self.hidden, self.channels, self.frames_per_patch, self.patch_size, self.patch_size)
         return load_patch_embedding(load, name, shape, bias=bias)
 
     def load_attention(self, load: Loader, name: str) -> EncoderAttention:
@@ -145,7 +146,7 @@ class GridSizes:
             self.heads,
             dim,
             dim**-0.5,
-            rotary=0,
+            rotary_index=0,
         )
 
     def load_merger(self, load: Loader, first: str, second: str) -> MLP:
@@ -155,7 +156,7 @@ class GridSizes:
         """
         return MLP(
             load.linear(first, self.merged_size, self.merged_size, bias=True),
-            load.linear(second, self.out, self.merged_size, bias=True),
+            load.linear(second, self.output_size, self.merged_size, bias=True),
             "gelu",
         )
 
@@ -164,9 +165,10 @@ class GridSizes:
     ) -> RotaryRows:
         """Return the cosines and sines ``[T, D / 2]`` of the patches of images.
 
-        The rows are ordered by square. If ``order [T]`` is given, row ``i`` is their row ``order[i]``.
+        By default the rows are ordered by square. With ``order [T]``, row i of the result is row ``order[i]``
+        of that order.
         """
-        coordinates = patch_coordinates(grids, self.merge)
+        coordinates = patch_coordinates(grids, self.merge_size)
         coordinates = coordinates if order is None else coordinates[order]
-        cos, sin = axial_rotary_rows(coordinates, self.hidden // self.heads, self.base)
+        cos, sin = axial_rotary_rows(coordinates, self.hidden // self.heads, self.rope_theta)
         return cos.to(device), sin.to(device)

@@ -61,8 +61,8 @@ class LayerPacker:
         """
         slices, start = [], 0
         for name, part in parts.items():
-            slices.append(LinearSlice(name, start, start + part.size))
-            start += part.size
+            slices.append(LinearSlice(name, start, start + part.num_outputs))
+            start += part.num_outputs
             if part.outputs or part.inputs is not None:
                 self.parts[name] = part
         out_features, in_features = shape or (start, next(iter(parts.values())).num_inputs)

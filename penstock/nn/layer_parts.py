@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """The range of outputs or inputs of a linear layer that one rank has."""
+    """The outputs and inputs of a linear layer that one rank stores."""
 
     out_features: int
     """Number of outputs of the whole layer."""
@@ -33,7 +33,7 @@ class LayerPart:
     """The inputs of this rank; None for all inputs."""
 
     @property
-    def size(self) -> int:
+    def num_outputs(self) -> int:
         """Number of outputs of this rank."""
         return sum(part.size for part in self.outputs) if self.outputs else self.out_features
 
@@ -66,8 +66,8 @@ class LayerPart:
         if not self.outputs and self.inputs is None:
             return tensors
         if self.inputs is not None:
-            kind = encoding_named(encoding)
-            tensors = kind.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
+            linear_encoding = encoding_named(encoding)
+            tensors = linear_encoding.select_inputs(name, tensors, self.inputs.start, self.inputs.stop)
         return {key: concatenated(self.slice_rows(tensor)) for key, tensor in tensors.items()}
 
 
@@ -86,11 +86,11 @@ def shard_inner_dim(
         size: the size of the whole dimension.
 
     Raises:
-        ConfigError: there are fewer groups of inputs with a common scale than ranks.
+        ConfigError: there are fewer groups of inputs that share a scale than ranks.
     """
     stored_encoding = source.stored_encoding(f"{name}.weight")
     group_size = (encoding if stored_encoding is None else encoding_named(stored_encoding)).split_unit or 1
-    if stored_encoding is None and size < group_size * shard.world:
+    if stored_encoding is None and size < group_size * shard.world_size:
         group_size = 1  # float weights can be divided anywhere, because they are packed after the division
     return shard.part(size, f"inputs of {name}", group_size)
 
@@ -106,7 +106,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], float_type: str) -> str | None:
-    """Return the encoding in which all these layers are stored; None if the layers are read as floats.
+    """Return the encoding in which all layers of ``parts`` are stored; None if they are read as floats.
 
     The result is None if the layers are stored as floats, in different encodings, or with inputs in different
     orders, or if the rank would have to slice permuted inputs.
@@ -114,7 +114,7 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], float_
     Args:
         source: the tensors of the checkpoint.
         parts: the parts of the layers on this rank, by layer name.
-        float_type: the type to which such layers are dequantized, for the log message.
+        float_type: the element type of dequantized layers, for the log message.
     """
     encodings = {source.stored_encoding(f"{name}.weight") for name in parts}
     orders = {source.input_order(f"{name}.weight") for name in parts}
@@ -132,19 +132,19 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], float_
     return encodings.pop()
 
 
-def stored_input_order(source: TensorSource, parts: Iterable[str], encoding: str) -> Tensor | None:
+def stored_input_order(source: TensorSource, layer_names: Iterable[str], encoding: str) -> Tensor | None:
     """Return the order in which the inputs of a fused layer are stored, ``[in]`` int32.
 
     Args:
         source: the tensors of the checkpoint.
-        parts: the names of the fused layers.
+        layer_names: the names of the fused layers.
         encoding: the encoding of the fused layer. Layers that are stored in other encodings are converted and
             have no stored order.
 
     Returns:
         The common order of all layers; None if the inputs are in their original order.
     """
-    weights = [f"{name}.weight" for name in parts]
+    weights = [f"{name}.weight" for name in layer_names]
     orders = [source.input_order(weight) for weight in weights if source.stored_encoding(weight) == encoding]
     order = orders[0] if orders else b""
     assert not order or (set(orders) == {order} and len(orders) == len(weights)), (
@@ -158,7 +158,7 @@ def read_parts(
 ) -> WeightContent:
     """Return the weight of a fused layer.
 
-    If any of the fused layers is stored in the encoding, the other layers are packed, and the result is the
+    If any of the fused layers is stored in ``encoding``, the other layers are packed, and the result is the
     tensors of `LinearEncoding.pack`. Otherwise the result is the float weights of all layers.
     """
     weights = [_read_part(source, name, part, encoding, transposed) for name, part in parts.items()]

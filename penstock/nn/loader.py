@@ -33,15 +33,15 @@ class Loader:
 
     Args:
         source: the tensors of the checkpoint.
-        encoding: the encoding of the model. `LinearEncoding.for_layer` can choose another for a layer.
+        encoding: the encoding of the model. `LinearEncoding.for_layer` can replace it for a layer.
         device: the device of the layers.
         ops: the back end that packs the layers; by default the reference back end.
         load_packed: returns a layer from a file of packed weights; see `LayerPacker`.
-        lazy: which layers are packed lazily, if the checkpoint is mapped; see `penstock.kernels.LazyWeight`.
-        keep_stored: whether layers keep their stored encoding, and float layers stay floats. The output head
-            is an exception: `LinearEncoding.for_layer` chooses its encoding.
-        is_uniform: whether all linear layers have the encoding of the model. The output head then has the
-            type of the activations.
+        lazy: which layers are packed lazily if the checkpoint is memory-mapped; see `LazyLayers`.
+        keep_stored: whether layers keep their stored encoding, and float layers stay floats. A float output
+            head is an exception: `LinearEncoding.for_layer` chooses its encoding.
+        is_uniform: whether all linear layers except the output head have the encoding of the model. The head
+            then has the type of the activations.
         shard: the rank for which the layers are loaded; by default there is one rank.
         has_adapters: whether LoRA adapters are used. They need layers of the original sizes, so no input is
             repeated (`penstock.nn.outlier_splitting`).
@@ -65,14 +65,14 @@ class Loader:
         self.shard = shard or Shard()
         self.encoding = encoding
         self.device = device
-        self._kind = encoding_named(encoding)
+        self._model_encoding = encoding_named(encoding)
         self._packer = LayerPacker(ops or ReferenceOps(), device, load_packed, lazy)
         self._keep_stored = keep_stored
         self._is_uniform = is_uniform
-        self.dtype = self._kind.compute_dtype.to_torch()
+        self.dtype = self._model_encoding.compute_dtype.to_torch()
         """The type of the activations and of all weights that are not packed."""
-        is_original = keep_stored or is_uniform or has_adapters or not self.shard.is_whole
-        self.max_repeated_inputs = 0 if is_original else self._kind.max_repeated_inputs
+        keeps_layer_sizes = keep_stored or is_uniform or has_adapters or not self.shard.is_whole
+        self.max_repeated_inputs = 0 if keeps_layer_sizes else self._model_encoding.max_repeated_inputs
         """Maximum number of repeated inputs of a layer, see `penstock.nn.outlier_splitting`."""
         self.has_experts = False
         """Whether the layers loaded so far include experts."""
@@ -150,31 +150,31 @@ class Loader:
     def fused(
         self,
         prefix: str,
-        parts: Mapping[str, int],
+        output_sizes: Mapping[str, int],
         in_features: int,
         *,
         bias: bool = False,
         is_expert: bool = False,
         outputs: Mapping[str, Sequence[Part]] | None = None,
     ) -> Linear:
-        """Return several layers with the same input, called ``{prefix}.{part}``, fused into one layer.
+        """Return several layers with the same input, called ``{prefix}.{name}``, fused into one layer.
 
-        ``parts`` maps layers to output sizes, ``outputs`` maps column-parallel layers to this rank's part.
+        ``outputs`` maps column-parallel layers to this rank's part.
         """
         rank_outputs = outputs or {}
         layer_parts = {
-            f"{prefix}.{part}": LayerPart(size, in_features, tuple(rank_outputs.get(part, ())))
-            for part, size in parts.items()
+            f"{prefix}.{name}": LayerPart(size, in_features, tuple(rank_outputs.get(name, ())))
+            for name, size in output_sizes.items()
         }
         return self._read(layer_parts, bias, is_expert=is_expert)
 
     def rank_outputs(self, outputs: Sequence[Part]) -> Sequence[Part]:
-        """Return ``outputs``, or an empty sequence (all outputs) if there is only one rank."""
+        """Return ``outputs``, or an empty sequence, which means all outputs, if there is only one rank."""
         return () if self.shard.is_whole else outputs
 
     def inner_part(self, name: str, size: int) -> Part:
         """Return this rank's part of the inputs of the row-parallel layer ``name``; see `shard_inner_dim`."""
-        return shard_inner_dim(self.shard, self.source, self._kind, name, size)
+        return shard_inner_dim(self.shard, self.source, self._model_encoding, name, size)
 
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, fused_with: str) -> bool:
         """Return whether the value projection must be a separate layer, not fused with the query projection.
@@ -193,7 +193,7 @@ class Loader:
         if self._keep_stored:
             orders = {self.source.input_order(f"{layer}.weight") for layer in (name, fused_with)}
             return stored_encoding != self.source.stored_encoding(f"{fused_with}.weight") or len(orders) > 1
-        encoding = self._kind.for_layer("values", out_features, in_features)
+        encoding = self._model_encoding.for_layer("values", out_features, in_features)
         return not self._is_uniform and encoding != self.encoding and stored_encoding != self.encoding
 
     def values(
@@ -206,11 +206,11 @@ class Loader:
         outputs: Sequence[Part] = (),
     ) -> Linear:
         """Return the separate value projection ``name``; `LinearEncoding.for_layer` chooses its encoding."""
-        encoding = self._kind.for_layer("values", out_features, in_features)
+        encoding = self._model_encoding.for_layer("values", out_features, in_features)
         part = LayerPart(out_features, in_features, tuple(outputs))
         return self._read({name: part}, bias, encoding=encoding)
 
-    def table(self, name: str, vocabulary: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
+    def table(self, name: str, vocab_size: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
         """Return this rank's rows of the embedding table ``[V, E]`` called ``name``.
 
         With tied weights, a checkpoint may have only the tensor of ``tied_head``.
@@ -218,28 +218,28 @@ class Loader:
         weight = f"{name}.weight"
         if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
             weight = f"{tied_head}.weight"
-        part = self.shard.vocabulary(vocabulary)
-        rows = self.source.tensor(weight, (vocabulary, hidden))[part.start : part.stop]
+        part = self.shard.vocabulary(vocab_size)
+        rows = self.source.tensor(weight, (vocab_size, hidden))[part.start : part.stop]
         return rows.to(self.device, self.dtype)
 
     def head(
-        self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False
+        self, name: str, vocab_size: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False
     ) -> Linear:
         """Return the output head.
 
         Args:
             name: name of the layer in the checkpoint.
-            vocabulary: V.
+            vocab_size: V.
             hidden: E.
-            tied_to: the embedding table ``[V, E]``, if the configuration ties the head to it. A stored head
-                takes precedence, because it may differ from the table. The packed head is always a copy.
+            tied_to: this rank's rows of the embedding table, if the configuration ties the head to it. A
+                stored head takes precedence, because it may differ from the table. The packed head is a copy.
             bias: whether the head has a bias.
         """
-        encoding = self._kind.for_layer("head", vocabulary, hidden)
+        encoding = self._model_encoding.for_layer("head", vocab_size, hidden)
         if self._is_uniform:
-            encoding = self._kind.compute_dtype.value
-        outputs = () if self.shard.is_whole else (self.shard.vocabulary(vocabulary),)
-        parts = {name: LayerPart(vocabulary, hidden, outputs)}
+            encoding = self._model_encoding.compute_dtype.value
+        outputs = () if self.shard.is_whole else (self.shard.vocabulary(vocab_size),)
+        parts = {name: LayerPart(vocab_size, hidden, outputs)}
         biases = self._biases(parts) if bias else None
         if tied_to is None or f"{name}.weight" in self.source:
             stored_encoding = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
@@ -248,13 +248,13 @@ class Loader:
             packed = self._packer.layer(parts, biases, encoding, lambda: [tied_to], is_mapped=True)
         if self.shard.is_whole:
             return Linear(packed)
-        widths = sizes(self.shard.vocabulary_parts(vocabulary))
+        widths = sizes(self.shard.vocabulary_parts(vocab_size))
         return Linear(packed, gather_over=self.shard.collectives, widths=widths)
 
     def pack(
         self,
         weight: Tensor,
-        parts: Mapping[str, int],
+        output_sizes: Mapping[str, int],
         *,
         bias: Tensor | None = None,
         plain: bool = False,
@@ -266,15 +266,15 @@ class Loader:
 
         Args:
             weight: floats of any type.
-            parts: names and output sizes of the fused layers, in order. Adapters use these names.
+            output_sizes: names and output sizes of the fused layers, in order. Adapters use these names.
             bias: ``[out]``.
             plain: whether to store the weight in the type of the activations, without quantizing it.
             is_float32: whether to store the weight in float32, for activations in float32.
             is_expert: whether the layer belongs to an expert.
-            rank_parts: the parts of divided layers on this rank, by the names in ``parts``.
+            rank_parts: the parts of divided layers on this rank, by the names in ``output_sizes``.
         """
         out_features, in_features = weight.shape
-        layer_parts = {name: LayerPart(size, in_features) for name, size in parts.items()}
+        layer_parts = {name: LayerPart(size, in_features) for name, size in output_sizes.items()}
         if rank_parts:
             layer_parts |= rank_parts
             out_features = sum(part.out_features for part in layer_parts.values())
@@ -282,11 +282,13 @@ class Loader:
         if is_float32:
             encoding = DType.float32.value
         elif plain or self._keep_stored:
-            encoding = self._kind.compute_dtype.value
+            encoding = self._model_encoding.compute_dtype.value
         elif self._is_uniform:
             encoding = self.encoding
         else:
-            encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
+            encoding = self._model_encoding.for_layer(
+                "expert" if is_expert else "linear", out_features, in_features
+            )
         shape = tuple(weight.shape)
         return Linear(self._packer.layer(layer_parts, bias, encoding, lambda: [weight], shape=shape))
 
@@ -297,7 +299,7 @@ class Loader:
         in_features: int,
         *,
         bias: Tensor | None = None,
-        order: Callable[[Tensor], Tensor] | None = None,
+        reorder_rows: Callable[[Tensor], Tensor] | None = None,
     ) -> Linear:
         """Return a linear layer of one expert, to which adapters do not apply.
 
@@ -306,28 +308,28 @@ class Loader:
             out_features: outputs of the layer.
             in_features: inputs of the layer.
             bias: ``[out]``, in the order of the layer's outputs.
-            order: reorders the stored rows ``[out, ...]`` to the order of the layer's outputs.
+            reorder_rows: reorders the stored rows ``[out, ...]`` to the order of the layer's outputs.
         """
         weight, shape = f"{name}.weight", (out_features, in_features)
         encoding = self.encoding
         if self._keep_stored:
-            encoding = self.source.stored_encoding(weight) or self._kind.compute_dtype.value
+            encoding = self.source.stored_encoding(weight) or self._model_encoding.compute_dtype.value
         elif not self._is_uniform and self.source.stored_encoding(weight) != encoding:
-            encoding = self._kind.for_layer("expert", out_features, in_features)
+            encoding = self._model_encoding.for_layer("expert", out_features, in_features)
 
         def read() -> WeightContent:
             content = read_parts(self.source, {name: LayerPart(*shape)}, encoding, transposed=False)
-            if order is None:
+            if reorder_rows is None:
                 return content
             if isinstance(content, Mapping):
-                return {key: order(rows) for key, rows in content.items()}
-            return [order(part) for part in content]
+                return {key: reorder_rows(rows) for key, rows in content.items()}
+            return [reorder_rows(part) for part in content]
 
         def skip() -> None:
             self.source.expect(weight, shape)
 
-        inputs = stored_input_order(self.source, [name], encoding)
-        packed = self._packer.layer({}, bias, encoding, read, skip, shape=shape, order=inputs)
+        order = stored_input_order(self.source, [name], encoding)
+        packed = self._packer.layer({}, bias, encoding, read, skip, shape=shape, order=order)
         self.source.release(weight)
         return Linear(packed)
 
@@ -344,7 +346,7 @@ class Loader:
         biases = self._biases(parts) if bias else None
         encoding = encoding or self.encoding
         if self._keep_stored:
-            float_type = self._kind.compute_dtype.value
+            float_type = self._model_encoding.compute_dtype.value
             encoding = common_encoding(self.source, parts, float_type) or float_type
         elif not self._is_uniform and not any(
             self.source.stored_encoding(f"{name}.weight") == encoding for name in parts

@@ -58,15 +58,16 @@ class GatedMLP:
                 matrix.
             down: the name of the down matrix.
         """
-        rows = load.inner_part(f"{name}.{down}", inner)
+        inner_part = load.inner_part(f"{name}.{down}", inner)
         if len(gate_up) == 1:
-            parts, outputs = {gate_up[0]: 2 * inner}, {gate_up[0]: [rows, rows.shifted(inner)]}
+            output_sizes = {gate_up[0]: 2 * inner}
+            outputs = {gate_up[0]: [inner_part, inner_part.shifted(inner)]}
         else:
-            parts, outputs = dict.fromkeys(gate_up, inner), {name: [rows] for name in gate_up}
-        rank_outputs = {name: load.rank_outputs(parts) for name, parts in outputs.items()}
-        inputs = None if load.shard.is_whole else rows
+            output_sizes, outputs = dict.fromkeys(gate_up, inner), {key: [inner_part] for key in gate_up}
+        rank_outputs = {key: load.rank_outputs(parts) for key, parts in outputs.items()}
+        inputs = None if load.shard.is_whole else inner_part
         return cls(
-            load.fused(name, parts, hidden, bias=bias, outputs=rank_outputs),
+            load.fused(name, output_sizes, hidden, bias=bias, outputs=rank_outputs),
             load.linear(f"{name}.{down}", hidden, inner, bias=bias, inputs=inputs),
             activation,
         )

@@ -48,7 +48,7 @@ class EncoderNames:
 class PostNormSizes:
     """The sizes and options of a `PostNormEncoder`."""
 
-    vocabulary: int  # V
+    vocab_size: int  # V
     positions: int
     """Number of rows of the position table; with a rotary embedding, the longest sequence in tokens."""
     first_position: int = 0
@@ -115,7 +115,7 @@ class PostNormEncoder:
             attention_bias: see `PostNormEncoder.attention_bias`.
         """
         hidden = sizes.hidden
-        tokens = load.table(names.tokens, sizes.vocabulary, hidden)
+        tokens = load.table(names.tokens, sizes.vocab_size, hidden)
         positions = types = None
         if names.positions is not None:
             table = load.tensor(f"{names.positions}.weight", sizes.positions, hidden)
@@ -136,9 +136,9 @@ class PostNormEncoder:
         )
 
     @property
-    def length_dependent(self) -> bool:
-        """Whether the rotary embedding depends on the length of the sequence."""
-        return self.rotary is not None and self.rotary.length_dependent
+    def is_length_dependent(self) -> bool:
+        """Whether the angles of the rotary embedding depend on the sequence length."""
+        return self.rotary is not None and self.rotary.is_length_dependent
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, E]``; ``token_types [T]`` are 0 by default."""
@@ -173,7 +173,7 @@ def _load_block(load: Loader, sizes: PostNormSizes, names: EncoderNames, layer: 
             sizes.heads,
             dim,
             dim**-0.5,
-            rotary=None if sizes.rotary is None else 0,
+            rotary_index=None if sizes.rotary is None else 0,
         ),
         load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps, is_float32=True),
         _load_mlp(load, sizes, names, name),

@@ -43,7 +43,7 @@ class RotaryConfig:
     """Whether the pairs of dims are (2 i, 2 i + 1); otherwise they are (i, i + R / 2)."""
 
     @property
-    def key_limit(self) -> int | None:
+    def short_factor_max_length(self) -> int | None:
         """Length up to which LongRoPE uses its short factors; None for other rope types or equal factors."""
         if self.kind != "longrope":
             return None
@@ -56,7 +56,7 @@ class RotaryConfig:
         config: ConfigValues,
         head_dim: int,
         *,
-        default_base: float = 10000.0,
+        default_rope_theta: float = 10000.0,
         parameters: Mapping[str, object] | None = None,
         supports_partial: bool = True,
         default_fraction: float = 1.0,
@@ -66,7 +66,7 @@ class RotaryConfig:
         Args:
             config: the checkpoint's configuration.
             head_dim: dims of a head. ``partial_rotary_factor`` is the fraction of them that is rotated.
-            default_base: the family's base, used if the checkpoint has none.
+            default_rope_theta: the family's base, used if the checkpoint has none.
             parameters: replace ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation supports partial rotation. If it
                 does not, rope type ``default`` ignores ``partial_rotary_factor``, like the reference.
@@ -81,7 +81,9 @@ class RotaryConfig:
             values = rope_values(config)
         else:
             values = dict(parameters)
-        base = _number(values, "rope_theta", config.number("rope_theta", default_base), maximum=_MAX_BASE)
+        base = _number(
+            values, "rope_theta", config.number("rope_theta", default_rope_theta), maximum=_MAX_BASE
+        )
         kind = values.get("rope_type", values.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
@@ -174,7 +176,7 @@ def rotary_configs_by_type(
 
 
 def rope_values(config: ConfigValues) -> dict[str, object]:
-    """Return a copy of ``rope_parameters`` (newer files) or ``rope_scaling`` (older files)."""
+    """Return a copy of ``rope_parameters`` (newer files) or ``rope_scaling`` (older files), or ``{}``."""
     section = config.section("rope_parameters") or config.section("rope_scaling")
     return {key: section[key] for key in section}
 
@@ -184,13 +186,15 @@ class Rotary:
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
-        has_length_scaling = config.kind == "dynamic" or config.key_limit is not None
-        self.length_dependent = has_length_scaling and max_length > config.max_positions
+        has_length_scaling = config.kind == "dynamic" or config.short_factor_max_length is not None
+        self.is_length_dependent = has_length_scaling and max_length > config.max_positions
         """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
         self._axes = torch.tensor(config.axes or (), dtype=torch.int64).to(device)  # [R / 2], or empty
-        if config.kind == "longrope" and self.length_dependent:  # append rows P to 2P - 1 with long factors
+        if (
+            config.kind == "longrope" and self.is_length_dependent
+        ):  # append rows P to 2P - 1 with long factors
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
@@ -199,7 +203,7 @@ class Rotary:
         positions = step.positions
         if positions.dim() == 2:
             return self._multi_axis_rows(positions)
-        if self.length_dependent and step.text_lengths is not None:
+        if self.is_length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
                 return self._dynamic_rows(positions, step.text_lengths)
             positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)
@@ -207,8 +211,8 @@ class Rotary:
 
     def _multi_axis_rows(self, positions: Tensor) -> RotaryRows:  # [A, T]
         """Return the rows of multimodal RoPE, in which each pair of dims has one of the position axes."""
-        rows = positions[self._axes].T  # [T, R / 2]
-        return self.cos.gather(0, rows), self.sin.gather(0, rows)
+        row_indices = positions[self._axes].T  # [T, R / 2]
+        return self.cos.gather(0, row_indices), self.sin.gather(0, row_indices)
 
     def _dynamic_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
         """Return the rows of rope type ``dynamic``. The base grows with the length beyond ``max_positions``.

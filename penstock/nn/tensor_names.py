@@ -46,8 +46,13 @@ class TensorNames:
     norms_after: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
     """The norms after attention and after the feed-forward layer."""
 
+    unquantized: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) of the last part of the names of linear layers that are never quantized, besides
+    routers. They have the role of a router."""
     other_tables: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of the last part of the names of other tables, such as learned positions."""
+    """Patterns (`fnmatch`) of the ends of names of other matrices with the role ``table``: they are not
+    linear layers, such as learned positions.
+    """
 
     @property
     def embedding_path(self) -> str:
@@ -82,6 +87,8 @@ class TensorNames:
         if self.is_embedding(tensor) or any(fnmatchcase(tensor, f"*{name}") for name in self.other_tables):
             return "table"
         if _ends_with(tensor, f".{self.router}.weight"):
+            return "router"
+        if any(fnmatchcase(tensor, f"*{name}") for name in self.unquantized):
             return "router"
         if self.values is not None and _ends_with(tensor, f".{self.values}.weight"):
             return "values"

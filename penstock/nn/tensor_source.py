@@ -32,7 +32,7 @@ class TensorSource(Protocol):
         ...
 
     def stored_encoding(self, name: str) -> str | None:
-        """Return the encoding in which a weight is stored; None if it is stored as floats."""
+        """Return the encoding in which a weight is stored; None if it is stored as floats or is missing."""
         ...
 
     def input_order(self, name: str) -> bytes:
@@ -44,8 +44,9 @@ class TensorSource(Protocol):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the stored encoding of a linear layer's weight, and the tensors of the weight.
 
-        The tensors are those of `LinearEncoding.pack`, with inputs in the order of `input_order`. If the
-        weight is stored as floats, the encoding is None, and the only tensor is ``weight [out, in]``.
+        The tensors are those that `LinearEncoding.pack` returns. Their inputs are in the order of
+        `input_order`. If the weight is stored as floats, or in a layout that the encoding does not support,
+        the encoding is None, and the only tensor is ``weight [out, in]``.
         ``shape`` is ``(out, in)``. If ``transposed``, the stored shape is ``(in, out)``.
         """
         ...

@@ -35,7 +35,7 @@ _QUICK_GELU_FACTOR = 1.702
 
 @dataclass(frozen=True, slots=True)
 class EncoderRunner:
-    """Runs the steps of a vision encoder: as a captured graph if shapes occur again, otherwise eagerly.
+    """Runs the steps of a vision encoder: as a captured graph if a key occurs again, otherwise eagerly.
 
     A graph and an eager run give bit-equal results.
     """
@@ -43,18 +43,18 @@ class EncoderRunner:
     ops: Ops
     graphs: GraphCache | None = None
 
-    def __call__(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...]:
+    def __call__(self, key: Hashable, inputs: Mapping[str, Tensor], forward: Step) -> tuple[Tensor, ...]:
         """Return the results of a step.
 
         Args:
             key: identifies the operations of the step. It contains the id of the encoder and what determines
                 the shapes of the inputs, such as the grids or the number of the images.
             inputs: the tensors of the step by name, in the same order for each call with this key.
-            step: computes the results from operations and inputs. It may compute only with these operations
-                and with views of tensors.
+            forward: computes the results from operations and inputs. It may compute only with these
+                operations and with views of tensors.
         """
-        results = None if self.graphs is None else self.graphs.run(key, inputs, step)
-        return tuple(step(self.ops, inputs)) if results is None else results
+        results = None if self.graphs is None else self.graphs.run(key, inputs, forward)
+        return tuple(forward(self.ops, inputs)) if results is None else results
 
 
 class RowLayer(Protocol):
@@ -99,14 +99,14 @@ def load_mlp(
         up: the name of the first matrix.
         down: the name of the second matrix.
     """
-    kind: Activation | None = (
+    mlp_activation: Activation | None = (
         None if activation == "quick_gelu" else activation_named(activation, "vision_config.hidden_act")
     )
     layers = (
         load.linear(f"{name}.{up}", inner, hidden, bias=True),
         load.linear(f"{name}.{down}", hidden, inner, bias=True),
     )
-    return QuickGeluMLP(*layers) if kind is None else MLP(*layers, kind)
+    return QuickGeluMLP(*layers) if mlp_activation is None else MLP(*layers, mlp_activation)
 
 
 def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bias: bool) -> Linear:
@@ -127,9 +127,9 @@ def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bia
 
 def flatten_patches(pixels: Tensor, patch_size: int) -> Tensor:
     """Return the patches ``[N h w, C p p]`` of ``pixels [N, C, h p, w p]``, in row-major order."""
-    count, channels, height, width = pixels.shape
+    num_images, channels, height, width = pixels.shape
     grid = pixels.reshape(
-        count, channels, height // patch_size, patch_size, width // patch_size, patch_size
+        num_images, channels, height // patch_size, patch_size, width // patch_size, patch_size
     ).permute(0, 2, 4, 1, 3, 5)
     return grid.reshape(-1, channels * patch_size * patch_size)
 
@@ -202,7 +202,8 @@ class VisionSizes:
             norm_eps: the family's default epsilon of norms.
 
         Raises:
-            ConfigError: a value is missing or invalid, or the heads do not divide the hidden size.
+            ConfigError: the heads do not divide the hidden size.
+            CheckpointError: a value is missing or invalid.
         """
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden % heads:
@@ -222,8 +223,8 @@ class VisionSizes:
         )
 
     @property
-    def grid(self) -> int:
-        """Number of patches in each direction of an image of the trained size."""
+    def patches_per_side(self) -> int:
+        """Number of patches along each side of an image of `image_size`."""
         return self.image_size // self.patch_size
 
 
@@ -232,8 +233,8 @@ class VisionTower:
     """Patch embedding, learned positions and pre-norm blocks: CLIP and SigLIP."""
 
     sizes: VisionSizes
-    patches: Linear  # [C p p] -> [E]
-    positions: Tensor  # [P, E]; in CLIP the class embedding is added to the first row
+    patch_embedding: Linear  # [C p p] -> [E]
+    position_table: Tensor  # [P, E]; in CLIP the class embedding is added to the first row
     pre_norm: LayerNorm | None
     blocks: tuple[VisionBlock, ...]
     post_norm: LayerNorm | None
@@ -260,10 +261,12 @@ class VisionTower:
             num_blocks: the number of blocks to load and run; by default all.
             post_norm: whether the final norm is loaded and applied.
         """
-        hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
+        hidden, embeddings = sizes.hidden, f"{name}.embeddings"
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
-        count = sizes.layers if num_blocks is None else num_blocks
-        positions = load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden)
+        num_blocks = sizes.layers if num_blocks is None else num_blocks
+        positions = load.tensor(
+            f"{embeddings}.position_embedding.weight", sizes.patches_per_side**2 + is_clip, hidden
+        )
         # The patch embedding maps the zeros of a class row to 0, because it has no bias. The class embedding
         # is therefore added to the position of the class row.
         if is_clip:
@@ -274,7 +277,7 @@ class VisionTower:
             load_patch_embedding(load, f"{embeddings}.patch_embedding", shape, bias=not is_clip),
             positions,
             load.layer_norm(f"{name}.pre_layrnorm", hidden, sizes.norm_eps) if is_clip else None,
-            tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(count)),
+            tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(num_blocks)),
             load.layer_norm(f"{name}.post_layernorm", hidden, sizes.norm_eps) if post_norm else None,
         )
 
@@ -297,24 +300,24 @@ class VisionTower:
         return ops.add(x, residual) if self.post_norm is None else self.post_norm.add(x, residual, step)[0]
 
     def hidden_states(
-        self, patches: Tensor, positions: Tensor, step: StepInputs, layers: Sequence[int]
+        self, patches: Tensor, positions: Tensor, step: StepInputs, block_counts: Sequence[int]
     ) -> list[Tensor]:
-        """Return the hidden states ``[T, E]`` after n blocks, for each number n in ``layers``.
+        """Return the hidden states ``[T, E]`` after n blocks, for each number n in ``block_counts``.
 
         n = 0 means the embeddings. The final norm is not applied. See `__call__` for the other arguments.
         """
         x, residual = self._embed(patches, positions, step), None
         states = {0: x}
-        for number, block in enumerate(self.blocks, 1):
+        for num_blocks, block in enumerate(self.blocks, 1):
             x, residual = block(x, residual, step)
-            if number in layers:
-                states[number] = step.ops.add(x, residual)
+            if num_blocks in block_counts:
+                states[num_blocks] = step.ops.add(x, residual)
             beat()
-        return [states[number] for number in layers]
+        return [states[num_blocks] for num_blocks in block_counts]
 
     def _embed(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:  # [T, E]
         ops = step.ops
-        x = ops.add(self.patches(patches, step), ops.embedding(positions, self.positions))
+        x = ops.add(self.patch_embedding(patches, step), ops.embedding(positions, self.position_table))
         return x if self.pre_norm is None else self.pre_norm(x, step)
 
 

@@ -46,7 +46,7 @@ __all__ = [
     "upper_bounded_default",
 ]
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "penstock.architectures.decoder": ("DecoderModel",),
     "penstock.architectures.model": ("KVCacheMixin", "ModelInputs", "ModelOutputs", "PipelineModel"),
     "penstock.architectures.registry": ("PIPELINE_REGISTRY", "SupportedArchitecture"),
@@ -66,7 +66,9 @@ _HOMES = {
 
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept missing names
-    __getattr__ = lazy_names(__name__, {name: module for module, names in _HOMES.items() for name in names})
+    __getattr__ = lazy_names(
+        __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+    )
 
 
 def __dir__() -> list[str]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_CHUNK, _LARGEST_CHUNK, _RESPONSE_CHUNK = 0.15, 2.0, 10.0
+_FIRST_CHUNK_SECONDS, _LARGEST_CHUNK_SECONDS, _RESPONSE_CHUNK_SECONDS = 0.15, 2.0, 10.0
 """Seconds of audio per chunk: the first and the largest chunk of a stream, and chunks of requests without
 streaming. Short chunks reduce latency. Long chunks recompute less context.
 """
@@ -100,7 +100,7 @@ def create_audio(
 def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
     """Return the folder of the codec.
 
-    The configured codec takes precedence over the codec of the checkpoint, and that over the default codec of
+    In order of precedence: the configured codec, the codec that the checkpoint names, the default codec of
     the speech format.
     """
     configured_codec, checkpoint_codec = config.speech.codec, speech_format.description.codec
@@ -167,7 +167,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         self._voices = dict(voices or {})
         first, largest, response_size = (
             ceil(seconds * codec.frame_rate) if chunk_frames is None else chunk_frames
-            for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _RESPONSE_CHUNK)
+            for seconds in (_FIRST_CHUNK_SECONDS, _LARGEST_CHUNK_SECONDS, _RESPONSE_CHUNK_SECONDS)
         )
         self._stream_sizes = ChunkSizes(first, largest)
         self._response_sizes = ChunkSizes(response_size, response_size)
@@ -271,25 +271,28 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
     # -- Audio ------------------------------------------------------------------------------------------
 
     def _respond(
-        self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, allows_short_chunks: bool = False
+        self,
+        batch: Mapping[str, TTSContext],
+        chunk_sizes: ChunkSizes | None,
+        allows_short_chunks: bool = False,
     ) -> dict[str, AudioGenerationResponse]:
         """Decode the complete chunks, update the contexts and return their responses.
 
         Args:
             batch: the contexts.
-            sizes: the chunk sizes; None uses sizes that depend on whether the context is streamed.
+            chunk_sizes: the sizes; None uses the sizes for streamed or for other contexts.
             allows_short_chunks: whether chunks of unfinished contexts may be shorter than these sizes.
         """
         self.failures |= self.speech_lm_pipeline.failures
         self.speech_lm_pipeline.failures.clear()
         audio: dict[str, list[npt.NDArray[np.float32]]] = {}
-        num_left = self._max_frames
-        while num_left > 0:
+        num_frames_left = self._max_frames
+        while num_frames_left > 0:
             due_chunks = {
                 request_id: chunk
                 for request_id, context in batch.items()
                 if request_id not in self.failures
-                and (chunk := self._next_chunk(context, sizes, allows_short_chunks=allows_short_chunks))
+                and (chunk := self._next_chunk(context, chunk_sizes, allows_short_chunks=allows_short_chunks))
                 is not None
             }
             if not due_chunks:
@@ -300,7 +303,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 end = (chunk.start + chunk.num_frames) * self.codec.codes_per_frame
                 batch[request_id].set_decoded_index(end)
             if not allows_short_chunks:
-                num_left -= sum(chunk.num_frames for chunk in due_chunks.values())
+                num_frames_left -= sum(chunk.num_frames for chunk in due_chunks.values())
         for request_id, context in batch.items():
             if request_id not in self.failures:
                 self._finish(request_id, context)
@@ -314,15 +317,16 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         }
 
     def _next_chunk(
-        self, context: TTSContext, sizes: ChunkSizes | None, *, allows_short_chunks: bool
+        self, context: TTSContext, chunk_sizes: ChunkSizes | None, *, allows_short_chunks: bool
     ) -> CodecChunk | None:
         """Return the next chunk of a context; None if its frames are not complete or all are decoded."""
-        codec, frame_size = self.codec, self.codec.codes_per_frame
-        start, num_frames = context.decoded_index // frame_size, len(context.speech_tokens) // frame_size
+        codec, codes_per_frame = self.codec, self.codec.codes_per_frame
+        start = context.decoded_index // codes_per_frame
+        num_frames = len(context.speech_tokens) // codes_per_frame
         has_ended = context.generation_status.is_done
-        if sizes is None:
-            sizes = self._stream_sizes if context.streaming else self._response_sizes
-        stop = self._chunk_end(start + sizes.size_after(start))
+        if chunk_sizes is None:
+            chunk_sizes = self._stream_sizes if context.streaming else self._response_sizes
+        stop = self._chunk_end(start + chunk_sizes.size_after(start))
         num_ready = codec.ready_frames(num_frames, ended=has_ended)
         if num_ready <= start or (num_ready < stop and not has_ended and not allows_short_chunks):
             return None
@@ -330,9 +334,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         context_start, context_stop = codec.context_at(start, stop)
         context_stop = min(context_stop, num_frames)
         codes, _ = context.next_speech_tokens(
-            (context_stop - start) * frame_size, (start - context_start) * frame_size
+            (context_stop - start) * codes_per_frame, (start - context_start) * codes_per_frame
         )
-        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, frame_size)
+        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, codes_per_frame)
         is_last = has_ended and context_stop == num_frames
         return CodecChunk(frames, start, start - context_start, context_stop - stop, is_last)
 
@@ -388,10 +392,9 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         if status is TextGenerationStatus.CANCELLED or not context.has_undecoded_speech_tokens():
             context.update_audio_generation_status(status)
         if not len(context.speech_tokens):
-            size = self.codec.codes_per_frame
+            codes_per_frame = self.codec.codes_per_frame
             self.failures[request_id] = RequestFailedError(
                 f"the model generated {len(context.generated_tokens)} tokens without a whole frame of "
-                f"speech ({size} codes); {context.num_dropped_tokens} tokens were dropped, because they are "
-                "not speech codes or belong to an incomplete frame: allow more tokens, or check "
-                "--speech-format"
+                f"speech ({codes_per_frame} codes); {context.num_dropped_tokens} tokens were dropped (not "
+                "speech codes, or an incomplete frame): allow more tokens, or check --speech-format"
             )

@@ -67,7 +67,7 @@ def check_sampled_tokens(context: TextContext, tokens: Sequence[int]) -> None:
 
 
 def append_tokens(context: TextContext, sampled: SampledTokens) -> None:
-    """Append sampled tokens to a context until it ends. Later tokens are dropped; the first never is."""
+    """Append the first sampled token to a context, and further tokens until the context ends."""
     for index, token in enumerate(sampled.tokens):
         if index and context.generation_status.is_done:
             break

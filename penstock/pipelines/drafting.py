@@ -27,13 +27,13 @@ def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) ->
     Args:
         contexts: the batch.
         kv: the cache, which limits the length of a context.
-        max_rows: the planned number of rows of a step.
+        max_rows: the maximum number of rows of a step in the memory plan.
     """
     num_rows = sum(context.active_length for context in contexts)
-    num_left = max(max_rows - num_rows, 0)
-    limit = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
+    num_unused_rows = max(max_rows - num_rows, 0)
+    max_drafts = min(num_unused_rows, MAX_DRAFT_ROWS) // len(contexts)
     return [
-        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, limit), 0)
+        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, max_drafts), 0)
         for context in contexts
     ]
 
@@ -43,7 +43,7 @@ def draft_tokens(
     limits: Sequence[int],
     proposer: DraftProposer | None,
     draft_lengths: DraftLengthPolicy | None,
-    vocabulary: int,
+    vocab_size: int,
 ) -> tuple[list[list[int]], list[bool]]:
     """Return for each context its drafts, and whether its grammar forces them.
 
@@ -52,14 +52,14 @@ def draft_tokens(
         limits: the maximum number of drafts of each context.
         proposer: drafts tokens for contexts whose grammar forces no token; None disables these drafts.
         draft_lengths: limits the drafts of the proposer further; None sets no further limit.
-        vocabulary: V; 0 before the first forward, when V is not known yet.
+        vocab_size: number of logits V; 0 before the first forward, when V is not known yet.
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # For these contexts, `append_forced` has already appended the tokens that the grammar forces.
+        # Whether `append_forced` has already appended the tokens that the grammar forces.
         has_appended = appends_forced_tokens(context) and len(context.generated_tokens)
-        if context.matcher is not None and vocabulary and not has_appended:
-            drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
+        if context.matcher is not None and vocab_size and not has_appended:
+            drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocab_size)
     is_forced = [bool(draft) for draft in drafts]
     if proposer is None:
         return drafts, is_forced
@@ -68,19 +68,19 @@ def draft_tokens(
     proposals = proposer.propose(contexts, lengths)
     for index, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
         if not is_forced[index]:
-            known = known_tokens(draft[: lengths[index]], vocabulary)
-            drafts[index] = acceptable_drafts(context, known)
+            known_drafts = known_tokens(draft[: lengths[index]], vocab_size)
+            drafts[index] = acceptable_drafts(context, known_drafts)
     return drafts, is_forced
 
 
-def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
+def append_forced(context: TextContext, kv: KVCache, vocab_size: int) -> int:
     """Append the tokens that the grammar forces and return their number. The next step computes them."""
     is_done_or_chunk = context.generation_status.is_done or context.active_idx < context.end_idx
-    if not appends_forced_tokens(context) or is_done_or_chunk or not vocabulary:
+    if not appends_forced_tokens(context) or is_done_or_chunk or not vocab_size:
         return 0
     limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length must be sampled
     num_forced = 0
-    for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
+    for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocab_size):
         context.jump_ahead(token)
         num_forced += 1
         if context.generation_status.is_done:
@@ -92,26 +92,26 @@ def report_drafts(
     contexts: Sequence[TextContext],
     drafts: Sequence[list[int]],
     is_forced: Sequence[bool],
-    matching: Sequence[int],
+    num_matching: Sequence[int],
     stats: SpeculationStats,
     observers: Sequence[DraftProposer | DraftLengthPolicy],
 ) -> None:
     """Count forced tokens and drafts, and report the drafts to the proposer and the length policy.
 
     Args:
-        contexts: the batch, after it has taken the tokens of the step.
+        contexts: the batch, after the tokens of the step were appended.
         drafts: the verified drafts of each context.
         is_forced: for each context whether its grammar forced the drafts.
-        matching: the number of drafts of each context that equal the sampled tokens.
+        num_matching: the number of drafts of each context that equal the sampled tokens.
         stats: the counters to add to.
         observers: the proposer and the length policy, if any.
     """
-    stats.num_forced += sum(count for count, forced in zip(matching, is_forced, strict=True) if forced)
+    stats.num_forced += sum(count for count, forced in zip(num_matching, is_forced, strict=True) if forced)
     drafts = [[] if forced else draft for draft, forced in zip(drafts, is_forced, strict=True)]
-    accepted = [count if draft else 0 for count, draft in zip(matching, drafts, strict=True)]
-    stats.count(drafts, accepted)
+    num_accepted = [count if draft else 0 for count, draft in zip(num_matching, drafts, strict=True)]
+    stats.count(drafts, num_accepted)
     for observer in observers:
-        observer.observe(contexts, drafts, accepted)
+        observer.observe(contexts, drafts, num_accepted)
 
 
 def _tokens_left(context: TextContext, kv: KVCache) -> int:

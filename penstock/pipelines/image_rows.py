@@ -34,20 +34,20 @@ class ImageRows:
         self._device = device
 
     def embeddings(
-        self, contexts: Sequence[TextContext], counts: Sequence[int]
+        self, contexts: Sequence[TextContext], row_counts: Sequence[int]
     ) -> tuple[Tensor, Tensor] | None:
         """Return the indices ``[P]`` of the step's placeholder rows, and their embeddings ``[P, W]``.
 
         Args:
             contexts: the batch.
-            counts: ``[B]``: the rows of each context in the step.
+            row_counts: ``[B]``: the rows of each context in the step.
 
         Returns:
             None if no row is a placeholder.
         """
         window_images: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
         first_row = 0
-        for context, count in zip(contexts, counts, strict=True):
+        for context, count in zip(contexts, row_counts, strict=True):
             if isinstance(context, TextAndVisionContext) and context.images:
                 window_images += [(first_row, context, image) for image in context.next_images_in_window]
             first_row += count
@@ -55,16 +55,16 @@ class ImageRows:
             return None
         image_embeddings = self._image_embeddings([image for _, _, image in window_images])
         rows: list[np.ndarray] = []
-        values: list[Tensor] = []
+        row_embeddings: list[Tensor] = []
         for (first_row, context, image), image_rows in zip(window_images, image_embeddings, strict=True):
             indices = context.placeholders(image)
             start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
             rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first_row)
-            values.append(image_rows[start:stop])
+            row_embeddings.append(image_rows[start:stop])
         all_rows = np.concatenate(rows)
         if not len(all_rows):  # the tokens of images in this step are separators, not placeholders
             return None
-        return upload(all_rows, self._device), torch.cat(values)
+        return upload(all_rows, self._device), torch.cat(row_embeddings)
 
     def _image_embeddings(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
         """Return the rows of each image, from the cache or from the encoder. Encodes equal images once."""
@@ -92,14 +92,14 @@ class ImageRows:
     def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:
         """Divide images into batches of at most ``max_encoder_rows`` rows, or of a single image."""
         batches: list[list[ImageMetadata]] = []
-        num_left = 0
+        num_rows_left = 0
         for image in images:
-            count = self._model.encoder_rows(image)
-            if not batches or count > num_left:
+            num_rows = self._model.encoder_rows(image)
+            if not batches or num_rows > num_rows_left:
                 batches.append([])
-                num_left = self._model.max_encoder_rows
+                num_rows_left = self._model.max_encoder_rows
             batches[-1].append(image)
-            num_left -= count
+            num_rows_left -= num_rows
         return batches
 
 

@@ -17,8 +17,8 @@ from penstock.pipelines.core import TextContext
 class LogitRows:
     """The rows of logits to sample from, grouped by context."""
 
-    counts: list[int]  # [B]: number of rows of each context
-    sequences: np.ndarray  # [R]: index of the context of each row
+    row_counts: list[int]  # [B]: number of rows of each context
+    context_indices: np.ndarray  # [R]: index of the context of each row
     positions: np.ndarray  # [R]: index, in its context, of the token sampled from each row
 
     @classmethod
@@ -26,13 +26,15 @@ class LogitRows:
         """Return the rows of a step: one for each draft, and one after the last draft, of each context."""
         next_positions = np.array([context.active_idx for context in contexts])
         counts = [len(draft) + 1 for draft in drafts]
-        sequences = np.arange(len(contexts))
+        context_indices = np.arange(len(contexts))
         if not any(drafts):
-            return cls(counts, sequences, next_positions)
-        sequences = sequences.repeat(counts)
+            return cls(counts, context_indices, next_positions)
+        context_indices = context_indices.repeat(counts)
         first_rows = np.cumsum(counts) - counts  # [B]
-        positions = next_positions[sequences] + np.arange(len(sequences)) - first_rows[sequences]
-        return cls(counts, sequences, positions)
+        positions = (
+            next_positions[context_indices] + np.arange(len(context_indices)) - first_rows[context_indices]
+        )
+        return cls(counts, context_indices, positions)
 
     def after_steps(self, num_steps: int) -> LogitRows:
         """Return the rows of the step that follows ``num_steps`` decode steps."""
@@ -58,20 +60,21 @@ def rows_as_sequences(
     rows: list[int] = []
     logit_rows: list[int] = []
     row_offsets, logit_offsets = [0], [0]
-    position = 0
-    for number, index in enumerate(context_indices):
-        position = position + 1 if number and context_indices[number - 1] == index else 0
+    draft_number = 0  # 0 for the first token of a context
+    for scored_index, index in enumerate(context_indices):
+        is_draft = scored_index > 0 and context_indices[scored_index - 1] == index
+        draft_number = draft_number + 1 if is_draft else 0
         num_drafts = len(drafts[index])
         first_draft, first_logits = (
             old_row_offsets[index + 1] - num_drafts,
             old_logit_offsets[index + 1] - num_drafts,
         )
-        if position == 0:
+        if draft_number == 0:
             rows += range(old_row_offsets[index], first_draft)
             logit_rows += range(old_logit_offsets[index], first_logits)
         else:
-            rows.append(first_draft + position - 1)
-            logit_rows.append(first_logits + position - 1)
+            rows.append(first_draft + draft_number - 1)
+            logit_rows.append(first_logits + draft_number - 1)
         row_offsets.append(len(rows))
         logit_offsets.append(len(logit_rows))
     device = outputs.logits.device

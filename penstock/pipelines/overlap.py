@@ -8,10 +8,10 @@ Sampling needs these tokens in the contexts, because grammars, penalties and sto
 ``collect(1)`` comes before ``launch(2)`` if `OverlappedSteps.collects_first` is true for step 1.
 
 Between ``advance`` and ``collect``, the last token of a context is a placeholder. ``collect`` removes the
-placeholder and appends the sampled token. ``sample`` then checks that the forward has computed the right
-tokens of the context. If the context has ended, or if its grammar has appended further tokens, the row of the
-forward is dropped. If the tokens of a dropped row are still needed, the next step computes them again, so
-results do not change.
+placeholder and appends the sampled token. ``sample`` of the following step then checks whether the forward of
+that step has computed the tokens of the context. If the context has ended, or if its grammar has appended
+further tokens, the row of the forward is dropped. If the tokens of a dropped row are still needed, the next
+step computes them again, so results do not change.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OverlappedStep:
     windows: list[_Window]  # [B]
     rows: LogitRows
     forward: SubmittedWork[_Forward]
-    begin: float
+    launched_at: float
     """Time of the launch in seconds."""
     kept_rows: list[int] = field(default_factory=list)
     """The indices of the contexts whose rows were sampled, ascending."""
@@ -145,11 +145,11 @@ class OverlappedSteps:
                 forward_inputs = replace(inputs, tokens=inputs.tokens.index_copy(0, targets, sampled))
             outputs = self._model.execute(forward_inputs)
             beat()
-            return _Forward(forward_inputs, outputs, last_rows(outputs, rows.counts))
+            return _Forward(forward_inputs, outputs, last_rows(outputs, rows.row_counts))
 
         windows = [_Window.from_context(context) for context in contexts]
-        begin = perf_counter()
-        return OverlappedStep(batch, windows, rows, self._queue.submit(forward), begin)
+        launched_at = perf_counter()
+        return OverlappedStep(batch, windows, rows, self._queue.submit(forward), launched_at)
 
     def sample(self, step: OverlappedStep) -> list[str]:
         """Launch the sampling of a step, after the previous step was collected.
@@ -178,13 +178,13 @@ class OverlappedSteps:
         if not step.kept_rows:
             step.sampled_tokens = self._queue.submit(lambda: forward.value.logits[:0, 0].long())
         else:
-            if self._runner.vocabulary is None:
-                self._runner.vocabulary = forward.value.logits.shape[-1]
-            sequences = np.arange(len(contexts))
-            rows = LogitRows([1] * len(contexts), sequences, step.rows.positions[step.kept_rows])
+            if self._runner.vocab_size is None:
+                self._runner.vocab_size = forward.value.logits.shape[-1]
+            context_indices = np.arange(len(contexts))
+            rows = LogitRows([1] * len(contexts), context_indices, step.rows.positions[step.kept_rows])
             sampler = self._runner.batch_sampler([context.sampling_params for context in contexts])
             drafts: list[list[int]] = [[] for _ in contexts]
-            sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocabulary)
+            sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocab_size)
             kept_indices = None
             if len(step.kept_rows) < len(step.windows):
                 kept_indices = upload(np.array(step.kept_rows, np.int64), self._device)
@@ -218,8 +218,8 @@ class OverlappedSteps:
     def collects_first(self, step: OverlappedStep) -> bool:
         """Return whether a step must be collected before the next step is launched.
 
-        This is the case with log probabilities. They are computed when the step is collected. If the next
-        step were launched before that, the device would run it first.
+        True with log probabilities, because they are computed when the step is collected. If the next step
+        were launched before `collect`, the device would run the next step first.
         """
         contexts = step.contexts
         return any(contexts[index].log_probabilities for index in step.kept_rows)
@@ -263,8 +263,8 @@ class OverlappedSteps:
         tokens = step.host_tokens.wait()
         now = perf_counter()
         if len(step.forward.value.inputs.tokens) == len(contexts):
-            # The device starts a step when the previous step has ended, or at its launch if it was idle.
-            self._runner.record_step(now - max(self._collected_at, step.begin))
+            # The device starts a step when the previous step has ended, or at the launch if it is idle then.
+            self._runner.record_step(now - max(self._collected_at, step.launched_at))
         self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))
         sampled[step.kept_rows] = tokens

@@ -1,4 +1,4 @@
-"""The embedding of one text from its hidden states: pooling, dense layers, normalization."""
+"""Pooling of the hidden states of one text to a vector, and the dense layers that follow it."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
 
 
-def _weighted_mean(rows: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of the counted rows, weighted by position 1, 2, 3, ... in the text.
+def _weighted_mean(rows: Tensor, kept_rows: Tensor) -> Tensor:
+    """Return the mean of the rows that are not skipped, weighted by position 1, 2, 3, ... in the text.
 
     Source: Muennighoff 2022, arXiv:2202.08904.
     """
-    weights = torch.arange(len(rows) - len(counted) + 1, len(rows) + 1, device=rows.device).float()
-    return (counted * weights[:, None]).sum(0) / weights.sum()
+    weights = torch.arange(len(rows) - len(kept_rows) + 1, len(rows) + 1, device=rows.device).float()
+    return (kept_rows * weights[:, None]).sum(0) / weights.sum()
 
 
-# The arguments are all rows of a text, and the rows without those to skip.
+# Each function takes all rows of a text, and the rows that pooling does not skip.
 _POOLINGS: Mapping[PoolingType, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": lambda rows, counted: counted[0],
-    "mean": lambda rows, counted: counted.mean(0),
-    "max": lambda rows, counted: counted.amax(0),
-    "mean_sqrt_len": lambda rows, counted: counted.sum(0) / len(counted) ** 0.5,
+    "cls": lambda rows, kept_rows: kept_rows[0],
+    "mean": lambda rows, kept_rows: kept_rows.mean(0),
+    "max": lambda rows, kept_rows: kept_rows.amax(0),
+    "mean_sqrt_len": lambda rows, kept_rows: kept_rows.sum(0) / len(kept_rows) ** 0.5,
     "weighted_mean": _weighted_mean,
-    "last_token": lambda rows, counted: counted[-1],
+    "last_token": lambda rows, kept_rows: kept_rows[-1],
 }
 
 
@@ -77,9 +77,10 @@ def load_dense(module: DenseModule, ops: Ops, device: torch.device) -> Dense:
         CheckpointError: weights are missing, misshapen or unexpected, or the activation is unknown.
     """
     if module.activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
+        supported_activations = ", ".join(_ACTIVATIONS)
         raise CheckpointError(
-            module.path, f"activation {module.activation!r} is not supported: use one of {known}"
+            module.path,
+            f"activation {module.activation!r} is not supported: use one of {supported_activations}",
         )
     weights = open_weights(module.path)
     weight = weights.tensor("linear.weight", (module.out_features, module.in_features)).float().to(device)

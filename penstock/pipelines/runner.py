@@ -33,7 +33,7 @@ from penstock.pipelines.speculative import accept
 _NO_ALLOWED_TOKEN = -2
 """The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
-"""Maximum number of decode steps per call without a configured maximum. More steps save little time."""
+"""Maximum number of decode steps per call if none is configured. More steps save little time."""
 _MAX_QUEUED_STEPS = 32
 """The same maximum on a device with a queue. It is higher, because the device is idle while the host prepares
 the next call.
@@ -66,14 +66,14 @@ class LaunchHandle:
     """Model inputs of the last forward, or of the first forward if the steps are fused."""
     rows: LogitRows
     """Rows of logits of the first forward."""
-    sampled: list[Tensor] = field(default_factory=list)
+    sampled_tokens: list[Tensor] = field(default_factory=list)
     """The sampled tokens of each step, ``[R]`` int64. -1 marks a row with logits that are not finite,
     `_NO_ALLOWED_TOKEN` a row whose grammar allows no token."""
-    fused: Tensor | None = None
-    """The sampled tokens ``[n, B]`` of all steps if they ran as one call, instead of ``sampled``."""
+    fused_tokens: Tensor | None = None
+    """The sampled tokens ``[n, B]`` of all steps if they ran as one call, instead of ``sampled_tokens``."""
     outputs: ModelOutputs | None = None
     """Outputs of the forward if log probabilities were requested."""
-    begin: float | None = None
+    launched_at: float | None = None
     """Time of the launch in seconds; None if a context computes a prompt or drafts are verified."""
 
 
@@ -98,7 +98,7 @@ class ModelRunner:
             self.images = ImageRows(model, cache, self._device)
         self._sampler: Sampler | None = None
         self._step_seconds: float | None = None
-        self.vocabulary: int | None = None
+        self.vocab_size: int | None = None
         """V, known after the first forward that is not part of a fused call."""
 
     def num_steps_for(self, seconds: float) -> int:
@@ -154,11 +154,13 @@ class ModelRunner:
                 be reserved before the first launch.
 
         Returns:
-            A handle for `collect`. Handles are independent, so further batches may be launched first.
+            A handle for `collect`. Further batches may be launched before this handle is collected.
         """
         drafts = drafts or [[]] * len(contexts)
-        is_scored = any(context.log_probabilities for context in contexts)
-        assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
+        has_log_probabilities = any(context.log_probabilities for context in contexts)
+        assert num_steps == 1 or not (has_log_probabilities or any(drafts)), (
+            "drafts and log probabilities need one step"
+        )
         sampler = self.batch_sampler([context.sampling_params for context in contexts])
         if after is None:
             rows = LogitRows.for_batch(contexts, drafts)
@@ -170,16 +172,16 @@ class ModelRunner:
         handle = LaunchHandle(contexts, drafts, num_steps, inputs, rows)
         has_single_rows = all(context.active_length == 1 for context in contexts)
         is_decoding = has_single_rows and len(rows.positions) == len(contexts)
-        begin = perf_counter()
-        handle.begin = begin if is_decoding else None
-        if num_steps > 1 and is_decoding and not is_scored:
-            handle.fused = self._run_fused_steps(sampler, handle)
-        if handle.fused is None:
-            self._run_steps(sampler, handle, is_scored)
+        launched_at = perf_counter()
+        handle.launched_at = launched_at if is_decoding else None
+        if num_steps > 1 and is_decoding and not has_log_probabilities:
+            handle.fused_tokens = self._run_fused_steps(sampler, handle)
+        if handle.fused_tokens is None:
+            self._run_steps(sampler, handle, has_log_probabilities)
         else:
-            handle.num_steps = len(handle.fused)
+            handle.num_steps = len(handle.fused_tokens)
         if is_decoding and self._session.queue is None:
-            self.record_step((perf_counter() - begin) / handle.num_steps)
+            self.record_step((perf_counter() - launched_at) / handle.num_steps)
         return handle
 
     def record_step(self, seconds: float) -> None:
@@ -193,30 +195,32 @@ class ModelRunner:
             UnsupportedFeatureError: log probabilities were requested, but the model does not compute them.
         """
         results = [SampledTokens() for _ in handle.contexts]
-        fused = handle.fused
-        steps = [tokens.tolist() for tokens in handle.sampled] if fused is None else fused.tolist()
-        if handle.begin is not None and self._session.queue is not None:  # the device has finished
-            self.record_step((perf_counter() - handle.begin) / handle.num_steps)
-        for tokens in steps:
+        if handle.fused_tokens is None:
+            tokens_by_step = [tokens.tolist() for tokens in handle.sampled_tokens]
+        else:
+            tokens_by_step = handle.fused_tokens.tolist()
+        if handle.launched_at is not None and self._session.queue is not None:  # the device has finished
+            self.record_step((perf_counter() - handle.launched_at) / handle.num_steps)
+        for tokens in tokens_by_step:
             _append_sampled(results, handle.drafts, tokens)
         if handle.outputs is not None:
-            self._score(handle, handle.outputs, results)
+            self._add_log_probabilities(handle, handle.outputs, results)
         return results
 
-    def _run_steps(self, sampler: Sampler, handle: LaunchHandle, is_scored: bool) -> None:
+    def _run_steps(self, sampler: Sampler, handle: LaunchHandle, has_log_probabilities: bool) -> None:
         """Run the steps of a launch as separate forwards."""
         for step in range(handle.num_steps):
             if step:
                 # A row with an invalid token continues with token 0. Its further results are not used.
-                tokens = handle.sampled[-1].clamp(min=0)
+                tokens = handle.sampled_tokens[-1].clamp(min=0)
                 handle.inputs = self._model.prepare_next_token_inputs(tokens, handle.inputs)
             outputs = self._model.execute(handle.inputs)
             beat()
-            logits = last_rows(outputs, handle.rows.counts)
-            self.vocabulary = logits.shape[-1]
+            logits = last_rows(outputs, handle.rows.row_counts)
+            self.vocab_size = logits.shape[-1]
             rows = handle.rows.after_steps(step)
-            handle.sampled.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
-            if is_scored:
+            handle.sampled_tokens.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
+            if has_log_probabilities:
                 handle.outputs = outputs
 
     def _run_fused_steps(self, sampler: Sampler, handle: LaunchHandle) -> Tensor | None:  # [n, B]
@@ -240,7 +244,7 @@ class ModelRunner:
     def _inputs_after(self, handle: LaunchHandle) -> ModelInputs:
         """Return the model inputs that follow the last step of a launch."""
         inputs = handle.inputs
-        for tokens in handle.sampled[-1:] if handle.fused is None else handle.fused:
+        for tokens in handle.sampled_tokens[-1:] if handle.fused_tokens is None else handle.fused_tokens:
             inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
         return inputs
 
@@ -269,15 +273,15 @@ class ModelRunner:
         drafts: Sequence[list[int]] | None,
         num_logits: int | Sequence[int],
     ) -> ModelInputs:
-        counts = [context.active_length for context in contexts]
+        row_counts = [context.active_length for context in contexts]
         if drafts is not None:
-            counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
-        kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
+            row_counts = [count + len(draft) for count, draft in zip(row_counts, drafts, strict=True)]
+        kv = self._kv.inputs(contexts, counts=row_counts) if isinstance(self._kv, KVCacheManager) else None
         if drafts is None:  # not passed, because a model may lack the parameter `drafts`
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
         else:
             inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
-        image_embeds = self.images.embeddings(contexts, counts) if self.images is not None else None
+        image_embeds = self.images.embeddings(contexts, row_counts) if self.images is not None else None
         return inputs if image_embeds is None else replace(inputs, input_embeds=image_embeds)
 
     def _sample(
@@ -297,7 +301,7 @@ class ModelRunner:
         contexts: Sequence[TextContext],
         drafts: Sequence[list[int]],
         rows: LogitRows,
-        vocabulary: int,
+        vocab_size: int,
     ) -> Callable[[Tensor], Tensor]:  # [R, V] -> [R] tokens
         """Return a function that samples from logits. Later changes of the contexts do not affect it.
 
@@ -306,16 +310,16 @@ class ModelRunner:
             contexts: the contexts, with all tokens before the tokens to sample.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
-            vocabulary: V.
+            vocab_size: number of logits V.
 
         Raises:
             InputError: a token rule contains an id outside the vocabulary.
         """
         edits = LogitEdits.for_batch(
-            contexts, rows.sequences, rows.positions, drafts, vocabulary, self._device
+            contexts, rows.context_indices, rows.positions, drafts, vocab_size, self._device
         )
-        bitmask = grammar_bitmask(contexts, rows.sequences, vocabulary, drafts)
-        sequences = rows.sequences if any(drafts) else None
+        bitmask = grammar_bitmask(contexts, rows.context_indices, vocab_size, drafts)
+        context_indices = rows.context_indices if any(drafts) else None
         has_allowed = None
         if bitmask is not None:
             has_allowed = bitmask.any(-1)
@@ -325,33 +329,35 @@ class ModelRunner:
         def sample(logits: Tensor) -> Tensor:
             if edits is not None:
                 logits = edits.apply(logits)
-            sampled = sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
+            sampled = sampler(self._session.ops, logits, context_indices, rows.positions, bitmask)
             return sampled if has_allowed is None else sampled.where(has_allowed, _NO_ALLOWED_TOKEN)
 
         return sample
 
-    def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
+    def _add_log_probabilities(
+        self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]
+    ) -> None:
         """Append the log probabilities of a step's tokens to the results.
 
         If a step computes a chunk of a prompt, the scored token is the next token of the prompt. Each
         accepted draft is scored as a separate sequence of one row.
         """
         contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
-        targets, top_n, echo, context_indices = [], [], [], []
+        target_tokens, top_n, echo, context_indices = [], [], [], []
         for index, (context, result) in enumerate(zip(contexts, results, strict=True)):
             is_chunk = context.active_idx < context.end_idx
-            scored = [int(context.all_tokens[context.active_idx])] if is_chunk else result.tokens
+            scored_tokens = [int(context.all_tokens[context.active_idx])] if is_chunk else result.tokens
             if any(drafts) and not context.log_probabilities:
-                scored = []
-            targets += scored
-            context_indices += [index] * len(scored)
-            top_n += [context.log_probabilities or 0] * len(scored)
-            echo += [_requests_echo(context)] + [False] * (len(scored) - 1) if scored else []
+                scored_tokens = []
+            target_tokens += scored_tokens
+            context_indices += [index] * len(scored_tokens)
+            top_n += [context.log_probabilities or 0] * len(scored_tokens)
+            echo += [_requests_echo(context)] + [False] * (len(scored_tokens) - 1) if scored_tokens else []
         if any(drafts):
             inputs, outputs = rows_as_sequences(inputs, outputs, drafts, context_indices)
         try:
             entries = self._model.compute_log_probabilities(
-                self._session, inputs, outputs, torch.tensor(targets, device=self._device), top_n, echo
+                self._session, inputs, outputs, torch.tensor(target_tokens, device=self._device), top_n, echo
             )
         except NotImplementedError as error:
             raise UnsupportedFeatureError("log probabilities", str(error)) from error

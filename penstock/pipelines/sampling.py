@@ -20,11 +20,11 @@ from penstock.pipelines.core.randomness import as_uint64, splitmix64, uniforms
 
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
-_LIMIT = 1e15
-"""Bound of the magnitude of the logits to which penalties are applied."""
-_SUPPRESSED = -1e20
+_MAX_PENALIZED_LOGIT = 1e15
+"""Maximum absolute value of logits after penalties."""
+_SUPPRESSED_LOGIT = -1e20
 """The logit of an end token before ``min_new_tokens`` tokens, below the logits of other allowed tokens."""
-_FORBIDDEN = -1e30
+_FORBIDDEN_LOGIT = -1e30
 """The logit of a forbidden token.
 
 It is finite, so that the softmax is never NaN: if a grammar allows only forbidden tokens, one of them is
@@ -59,14 +59,14 @@ class Sampler:
         self,
         ops: Ops,
         logits: Tensor,  # [R, V]
-        sequences: np.ndarray | None,  # [R]: context of each row
+        context_indices: np.ndarray | None,  # [R]: context of each row
         positions: np.ndarray,  # [R]: index of each row's token in its sequence
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
     ) -> Tensor:  # [R] int64; -1 for a row with NaN or inf, or without a finite allowed logit
-        """Sample one token per row. If ``sequences`` is None, each context has one row."""
+        """Sample one token per row. If ``context_indices`` is None, each context has one row."""
         inputs, seeds = self.inputs, self.seeds
-        if sequences is not None:
-            inputs, seeds = inputs.take(upload(sequences, logits.device)), seeds[sequences]
+        if context_indices is not None:
+            inputs, seeds = inputs.take(upload(context_indices, logits.device)), seeds[context_indices]
         if not self.is_greedy:
             random_numbers = upload(uniforms(seeds, positions), logits.device)
             inputs = replace(inputs, uniforms=random_numbers)
@@ -88,7 +88,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 def adjust_logits(
     logits: Tensor,  # [R, V]
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]: context of each row
+    context_indices: np.ndarray,  # [R]: context of each row
     positions: np.ndarray,  # [R]: index of each row's token in its sequence
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:  # [R, V], float32 if changed
@@ -100,18 +100,20 @@ def adjust_logits(
     Args:
         logits: the logits of the model.
         contexts: the batch.
-        sequences: the context of each row.
+        context_indices: the context of each row.
         positions: index of each row's token in its sequence.
         drafts: drafted tokens of each context. In the row of a draft, earlier drafts count as generated.
 
     Raises:
         InputError: a token rule contains an id outside the vocabulary (`check_logit_rules`).
     """
-    edits = LogitEdits.for_batch(contexts, sequences, positions, drafts, logits.shape[-1], logits.device)
+    edits = LogitEdits.for_batch(
+        contexts, context_indices, positions, drafts, logits.shape[-1], logits.device
+    )
     return logits if edits is None else edits.apply(logits)
 
 
-def check_logit_rules(context: TextContext, vocabulary: int) -> None:
+def check_logit_rules(context: TextContext, vocab_size: int) -> None:
     """Check that the token ids in a context's token rules are below the vocabulary size.
 
     Raises:
@@ -121,10 +123,10 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
     if not context.sampling_params.has_logit_rules:
         return
     rules = context.logit_rules
-    if rules is not None and rules.largest_id >= vocabulary:
+    if rules is not None and rules.largest_id >= vocab_size:
         raise InputError(
             "logit_bias, allowed_token_ids, banned_token_ids or banned_sequences has "
-            f"{rules.largest_id}: ids are integers from 0 to {vocabulary - 1}"
+            f"{rules.largest_id}: ids are integers from 0 to {vocab_size - 1}"
         )
 
 
@@ -134,14 +136,14 @@ class _Row:
 
     index: int
     context: TextContext
-    sequence: int
+    context_index: int
 
 
-def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
+def _adjusted_rows(contexts: Sequence[TextContext], context_indices: np.ndarray) -> list[_Row]:
     needs_changes = [context.sampling_params.changes_logits for context in contexts]
     if not any(needs_changes):
         return []
-    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if needs_changes[s]]
+    return [_Row(i, contexts[s], s) for i, s in enumerate(context_indices.tolist()) if needs_changes[s]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class LogitEdits:
     A cell is one logit: a token id in a row. Cells are given as indices of the flattened logits ``[R * V]``.
     """
 
-    vocabulary: int
+    vocab_size: int
     device: torch.device
     edits: list[Callable[[Tensor], None]] = field(default_factory=list)
     """Functions that change logits ``[R, V]`` in place."""
@@ -160,10 +162,10 @@ class LogitEdits:
     def for_batch(
         cls,
         contexts: Sequence[TextContext],
-        sequences: np.ndarray,  # [R]
+        context_indices: np.ndarray,  # [R]
         positions: np.ndarray,  # [R]
         drafts: Sequence[Sequence[int]] | None,
-        vocabulary: int,
+        vocab_size: int,
         device: torch.device,
     ) -> LogitEdits | None:
         """Return the changes that the sampling parameters of a batch require; None if no logits change.
@@ -176,21 +178,21 @@ class LogitEdits:
 
         Args:
             contexts: the batch.
-            sequences: the context of each row.
+            context_indices: the context of each row.
             positions: index of each row's token in its sequence.
             drafts: drafted tokens of each context.
-            vocabulary: V.
+            vocab_size: number of logits V.
             device: the device of the logits.
 
         Raises:
             InputError: a token rule contains an id outside the vocabulary (`check_logit_rules`).
         """
-        rows = _adjusted_rows(contexts, sequences)
+        rows = _adjusted_rows(contexts, context_indices)
         if not rows:
             return None
         for context in {row.context.request_id: row.context for row in rows}.values():
-            check_logit_rules(context, vocabulary)
-        edits = cls(vocabulary, device)
+            check_logit_rules(context, vocab_size)
+        edits = cls(vocab_size, device)
         _add_bias(edits, rows)
         _penalize(edits, rows, positions, drafts)
         _suppress_end_tokens(edits, rows, positions)
@@ -199,35 +201,35 @@ class LogitEdits:
         return edits
 
     def apply(self, logits: Tensor) -> Tensor:  # [R, V] -> [R, V] float32
-        """Return a changed copy of the logits. A row whose largest given logit is not finite becomes NaN."""
-        scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+        """Return a changed copy of the logits. A row whose largest logit is not finite becomes NaN."""
+        changed_logits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         for edit in self.edits:
-            edit(scores)
-        return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
+            edit(changed_logits)
+        return changed_logits.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
     def flat_indices(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
         """Return the cells of the given token ids of each row, concatenated."""
-        cells = [token_ids + row.index * self.vocabulary for row, token_ids in zip(rows, ids, strict=True)]
+        cells = [token_ids + row.index * self.vocab_size for row, token_ids in zip(rows, ids, strict=True)]
         return self.tensor(np.concatenate(cells))
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """Return an array as a tensor on the device."""
         return upload(values, self.device)
 
-    def map_scores(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    def map_logits(self, cells: Tensor, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to the logits of cells ``[n]``."""
 
-        def edit(scores: Tensor) -> None:
-            flat = scores.view(-1)
-            flat[cells] = function(flat[cells])
+        def edit(logits: Tensor) -> None:
+            flat_logits = logits.view(-1)
+            flat_logits[cells] = function(flat_logits[cells])
 
         self.edits.append(edit)
 
-    def set_scores(self, cells: Tensor, value: float) -> None:
+    def set_logits(self, cells: Tensor, value: float) -> None:
         """Set the logits of cells ``[n]``."""
 
-        def edit(scores: Tensor) -> None:
-            scores.view(-1)[cells] = value
+        def edit(logits: Tensor) -> None:
+            logits.view(-1)[cells] = value
 
         self.edits.append(edit)
 
@@ -235,11 +237,11 @@ class LogitEdits:
         """Forbid all tokens of the rows except those of cells ``[n]``, whose logits become at least -1e20."""
         indices = self.tensor(np.array([row.index for row in rows]))
 
-        def edit(scores: Tensor) -> None:
-            flat = scores.view(-1)
-            kept_scores = flat[cells].clamp(min=_SUPPRESSED)
-            scores[indices] = _FORBIDDEN
-            flat[cells] = kept_scores
+        def edit(logits: Tensor) -> None:
+            flat_logits = logits.view(-1)
+            kept_logits = flat_logits[cells].clamp(min=_SUPPRESSED_LOGIT)
+            logits[indices] = _FORBIDDEN_LOGIT
+            flat_logits[cells] = kept_logits
 
         self.edits.append(edit)
 
@@ -251,7 +253,7 @@ def _add_bias(edits: LogitEdits, rows: Sequence[_Row]) -> None:
             [row for row, _ in biased_rows], [rules.bias_ids for _, rules in biased_rows]
         )
         bias = edits.tensor(np.concatenate([rules.bias for _, rules in biased_rows]))
-        edits.map_scores(cells, lambda scores: scores + bias)
+        edits.map_logits(cells, lambda logits: logits + bias)
 
 
 def _penalize(
@@ -269,10 +271,10 @@ def _penalize(
     for row in penalized_rows:
         context, params = row.context, row.context.sampling_params
         num_drafts = max(int(positions[row.index]) - context.active_idx, 0)  # drafts before this row's token
-        row_drafts = drafts[row.sequence][:num_drafts] if drafts else ()
+        row_drafts = drafts[row.context_index][:num_drafts] if drafts else ()
         tokens, token_counts = context.token_counts.with_drafts(row_drafts)
-        if len(tokens) and tokens.max() >= edits.vocabulary:  # ids that the head does not output
-            tokens, token_counts = tokens[tokens < edits.vocabulary], token_counts[tokens < edits.vocabulary]
+        if len(tokens) and tokens.max() >= edits.vocab_size:  # ids that the head does not output
+            tokens, token_counts = tokens[tokens < edits.vocab_size], token_counts[tokens < edits.vocab_size]
         ids.append(tokens)
         counts.append(token_counts)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
@@ -284,11 +286,11 @@ def _penalize(
     penalties = row_factors[:, 1] * all_counts + row_factors[:, 2] * (all_counts > 0)
     subtracted = edits.tensor(penalties.astype(np.float32))
 
-    def penalized_scores(scores: Tensor) -> Tensor:
-        scores = torch.where(scores > 0, scores / repetition, scores * repetition) - subtracted
-        return scores.clamp(-_LIMIT, _LIMIT)
+    def penalized_logits(logits: Tensor) -> Tensor:
+        logits = torch.where(logits > 0, logits / repetition, logits * repetition) - subtracted
+        return logits.clamp(-_MAX_PENALIZED_LOGIT, _MAX_PENALIZED_LOGIT)
 
-    edits.map_scores(cells, penalized_scores)
+    edits.map_logits(cells, penalized_logits)
 
 
 def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.ndarray) -> None:
@@ -302,9 +304,9 @@ def _suppress_end_tokens(edits: LogitEdits, rows: Sequence[_Row], positions: np.
         end_ids = context.get_min_token_logit_mask(num_steps)[-1][:, 1].astype(np.int64)  # [n]
         short_rows.append(row)
         # A checkpoint may configure end tokens that its head does not output.
-        ids.append(end_ids[(end_ids >= 0) & (end_ids < edits.vocabulary)])
+        ids.append(end_ids[(end_ids >= 0) & (end_ids < edits.vocab_size)])
     if short_rows:
-        edits.set_scores(edits.flat_indices(short_rows, ids), _SUPPRESSED)
+        edits.set_logits(edits.flat_indices(short_rows, ids), _SUPPRESSED_LOGIT)
 
 
 def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
@@ -316,8 +318,8 @@ def _forbid_tokens(edits: LogitEdits, rows: Sequence[_Row]) -> None:
         edits.keep_only(allowed_rows, edits.flat_indices(allowed_rows, [ids for _, ids in allowed]))
     banned = [(row, rules.banned) for row, rules in row_rules if len(rules.banned)]
     if banned:
-        edits.set_scores(
-            edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN
+        edits.set_logits(
+            edits.flat_indices([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN_LOGIT
         )
 
 
@@ -332,12 +334,13 @@ def _forbid_sequences(
             continue
         num_drafts = max(int(positions[row.index]) - row.context.active_idx, 0)
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
-        ids = rules.banned_after([*tokens, *(drafts[row.sequence][:num_drafts] if drafts else ())])
+        ids = rules.banned_after([*tokens, *(drafts[row.context_index][:num_drafts] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
             continue  # forbidding these tokens would leave no allowed token
         if len(ids):
             completions.append((row, ids))
     if completions:
-        edits.set_scores(
-            edits.flat_indices([row for row, _ in completions], [ids for _, ids in completions]), _FORBIDDEN
+        edits.set_logits(
+            edits.flat_indices([row for row, _ in completions], [ids for _, ids in completions]),
+            _FORBIDDEN_LOGIT,
         )

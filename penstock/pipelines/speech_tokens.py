@@ -24,7 +24,7 @@ def create_speech_tokens(
     """Load the model and return its pipeline.
 
     Args:
-        required: the parts of the pipeline; the tokenizer is a `SpeechTokenizer`.
+        required: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
         session: devices and kernels; by default a new one.
 
     Raises:
@@ -94,16 +94,16 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
             InputError: ``tokens_to_generate`` has no entry for a context.
             PenstockError: see `execute`.
         """
-        missing = [request_id for request_id in batch if request_id not in tokens_to_generate]
-        if missing:
-            raise InputError(f"tokens_to_generate has no number for the request {missing[0]}")
-        num_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
+        missing_ids = [request_id for request_id in batch if request_id not in tokens_to_generate]
+        if missing_ids:
+            raise InputError(f"tokens_to_generate has no number for the request {missing_ids[0]}")
+        num_tokens_left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
         responses: dict[str, TextGenerationResponse] = {}
         while True:
             generating_contexts = {
                 request_id: context
                 for request_id, context in batch.items()
-                if num_left[request_id] > 0
+                if num_tokens_left[request_id] > 0
                 and not context.generation_status.is_done
                 and request_id not in self.failures
             }
@@ -113,9 +113,9 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
                 request_id: len(context.generated_tokens)
                 for request_id, context in generating_contexts.items()
             }
-            steps = min(num_left[request_id] for request_id in generating_contexts)
-            for request_id, response in self.execute(generating_contexts, steps).items():
-                num_left[request_id] -= (
+            max_steps = min(num_tokens_left[request_id] for request_id in generating_contexts)
+            for request_id, response in self.execute(generating_contexts, max_steps).items():
+                num_tokens_left[request_id] -= (
                     len(generating_contexts[request_id].generated_tokens) - old_lengths[request_id]
                 )
                 total_response = responses.setdefault(

@@ -31,7 +31,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     Args:
         session: devices, kernels and threads.
         memory_plan: the limits for the scheduler.
-        kv: the KV cache; by default one that stores nothing.
+        kv: the KV cache; by default a `NullKVCache`.
     """
 
     task: ClassVar[PipelineTask]
@@ -93,8 +93,8 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
             TaskMismatchError: a context belongs to another task.
         """
         for context in contexts:
-            if (kind := context_type(context)) not in self.context_types:
-                request = f"request {context.request_id}, a {kind.__name__},"
+            if (context_class := context_type(context)) not in self.context_types:
+                request = f"request {context.request_id}, a {context_class.__name__},"
                 raise TaskMismatchError(request, None, self.task.option)
 
     @property
@@ -113,7 +113,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         the remaining parts when they need them.
 
         Returns:
-            Whether more may remain.
+            Whether more parts may remain.
         """
         return self.kv.prefault_next()
 

@@ -59,7 +59,7 @@ class PipelineRequirements:
 
         model, num_threads = self.config.model, self.config.num_threads
         if self.ranks is not None and num_threads is not None:
-            num_threads = max(num_threads // self.ranks.world, 1)
+            num_threads = max(num_threads // self.ranks.world_size, 1)
         return InferenceSession(
             load_devices(model.devices[:1]) if self.ranks else load_devices(model.devices),
             num_threads=num_threads,

@@ -75,7 +75,7 @@ class BatchHandle:
     batch: Mapping[str, TextContext]
     drafts: list[list[int]]
     is_forced: list[bool]
-    """Whether a grammar forces the drafts of a context."""
+    """For each context, whether its grammar forces its drafts."""
     launch: LaunchHandle | None
     """None for an empty batch."""
     proposal_seconds: float
@@ -90,8 +90,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     Args:
         pipeline_config: the configuration.
         pipeline_model: the class of the model; the pipeline creates the instance.
-        eos_token_id: end-of-sequence id of contexts without such ids, unless they ignore it; None if the
-            tokenizer has none.
+        eos_token_id: end-of-sequence id that is added to contexts without end-of-sequence ids, unless they
+            have ``ignore_eos``; None adds no id.
         proposer: drafts tokens for the model to verify.
         draft_lengths: limits the number of drafts; None sets no limit.
         grammars: compiles the grammars of contexts, see `ready`. If None, contexts with a grammar must
@@ -192,7 +192,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             for context in contexts:
                 claim(self.kv, context)
             num_steps = reserve_steps(self.kv, contexts, num_steps)
-        begin = perf_counter()
+        drafting_started_at = perf_counter()
         drafts, is_forced = self._draft(contexts)
         if any(drafts):
             num_steps = 1
@@ -200,10 +200,11 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 draft[: reserve_drafts(self.kv, context, len(draft))]
                 for context, draft in zip(contexts, drafts, strict=True)
             ]
-        proposed = perf_counter()
+        launched_at = perf_counter()
         self._set_end_tokens(contexts)
         launch = self.runner.launch(contexts, num_steps, drafts=drafts)
-        return BatchHandle(batch, drafts, is_forced, launch, proposed - begin, proposed)
+        proposal_seconds = launched_at - drafting_started_at
+        return BatchHandle(batch, drafts, is_forced, launch, proposal_seconds, launched_at)
 
     def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
         """Return the new tokens of a launched batch, after updating its contexts with them.
@@ -220,28 +221,27 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             and all(context.active_length == 1 for context in contexts)
         )
         if self.draft_lengths is not None and is_timed:
-            num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
-            forward = perf_counter() - handle.launched_at
-            self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
+            num_rows, longest_draft = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
+            forward_seconds = perf_counter() - handle.launched_at
+            self.draft_lengths.record_step(num_rows, longest_draft, forward_seconds, handle.proposal_seconds)
         responses = self._take_tokens(batch, sampled)
         if self.proposer is not None or any(drafts):
-            matching = [len(result.tokens) - 1 for result in sampled]
+            num_matching = [len(result.tokens) - 1 for result in sampled]
             observers = [observer for observer in (self.proposer, self.draft_lengths) if observer is not None]
-            report_drafts(contexts, drafts, handle.is_forced, matching, self.speculation_stats, observers)
+            report_drafts(contexts, drafts, handle.is_forced, num_matching, self.speculation_stats, observers)
         return responses
 
     def num_steps_for(self, seconds: float) -> int:
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
         ``max_num_steps`` of the configuration is returned if set. Otherwise the result is the estimated
-        number of decode steps that fit into ``seconds``: several steps in one call share the Python overhead
-        of a call. It is 1 with a draft proposer, if the back end compiles no steps, or if the last step did
-        not run as a compiled step.
+        number of decode steps that fit into ``seconds``. The result is 1 with a draft proposer, if the back
+        end compiles no steps, or if the last step did not run as a compiled step.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
         graphs = self.session.graphs
-        if graphs is None or graphs.last is None or self.proposer is not None:
+        if graphs is None or graphs.last_graph is None or self.proposer is not None:
             return 1
         return self.runner.num_steps_for(seconds)
 
@@ -330,7 +330,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request id occurs twice in the batch: give each context a unique request_id")
         self.check_context_types(contexts)
-        vocabulary = self.runner.vocabulary
+        vocab_size = self.runner.vocab_size
         for context in contexts:
             check_context(
                 context,
@@ -338,8 +338,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 has_adapters=self.model.lora_manager is not None,
                 compiles_grammars=self.grammars is not None,
             )
-            if vocabulary is not None:  # before the first forward, sampling checks the rules
-                check_logit_rules(context, vocabulary)
+            if vocab_size is not None:  # before the first forward, sampling checks the rules
+                check_logit_rules(context, vocab_size)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
@@ -355,7 +355,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.proposer is None and all(context.matcher is None for context in contexts):
             return [[] for _ in contexts], [False] * len(contexts)
         limits = draft_limits(contexts, self.kv, self.memory_plan.max_batch_input_tokens)
-        return draft_tokens(contexts, limits, self.proposer, self.draft_lengths, self.runner.vocabulary or 0)
+        return draft_tokens(contexts, limits, self.proposer, self.draft_lengths, self.runner.vocab_size or 0)
 
     # -- Results -----------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 append_tokens(context, result)
                 if matcher is not None:
                     self.speculation_stats.num_forced += append_forced(
-                        context, self.kv, self.runner.vocabulary or 0
+                        context, self.kv, self.runner.vocab_size or 0
                     )
                 self.kv.commit(context)
                 responses[request_id] = context.outstanding_response()

@@ -66,10 +66,12 @@ def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePromp
 
 
 def _checked_voice(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
-    size = codec.codes_per_frame
-    if not voice.codes or len(voice.codes) % size:
-        raise ValueError(f"{len(voice.codes)} codes are not a whole number of frames: a frame has {size}")
-    codec.check_chunk(CodecChunk(torch.tensor(voice.codes).view(-1, size)))
+    codes_per_frame = codec.codes_per_frame
+    if not voice.codes or len(voice.codes) % codes_per_frame:
+        raise ValueError(
+            f"{len(voice.codes)} codes are not a whole number of frames: a frame has {codes_per_frame}"
+        )
+    codec.check_chunk(CodecChunk(torch.tensor(voice.codes).view(-1, codes_per_frame)))
     return voice
 
 
@@ -80,26 +82,26 @@ def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
     digest.update(
         repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
     )
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    file = cache / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
-    if file.is_file():
-        codes: list[int] = np.load(file).tolist()
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache_file = cache_folder / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
+    if cache_file.is_file():
+        codes: list[int] = np.load(cache_file).tolist()
         return codes
-    samples, rate = read_audio(path)
-    if not 0 < len(samples) / rate <= MAX_SECONDS:
+    samples, sample_rate = read_audio(path)
+    if not 0 < len(samples) / sample_rate <= MAX_SECONDS:
         raise ValueError(
-            f"{path} has {len(samples) / rate:.1f} s: a recording must have more than 0 and at most "
+            f"{path} has {len(samples) / sample_rate:.1f} s: a recording must have more than 0 and at most "
             f"{MAX_SECONDS:g} s"
         )
-    samples = resample(samples, rate, codec.encoder_sample_rate)
+    samples = resample(samples, sample_rate, codec.encoder_sample_rate)
     with torch.inference_mode():
         code_array: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
     if not len(code_array):
         raise ValueError(
             f"{path} has {len(samples)} samples, which is less than a frame: use a longer recording"
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary_file = file.with_suffix(f".{os.getpid()}.tmp.npy")
+    cache_file.parent.mkdir(parents=True, exist_ok=True)
+    temporary_file = cache_file.with_suffix(f".{os.getpid()}.tmp.npy")
     np.save(temporary_file, code_array)
-    temporary_file.replace(file)
+    temporary_file.replace(cache_file)
     return list(map(int, code_array))

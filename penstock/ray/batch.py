@@ -16,7 +16,7 @@ from penstock.config import PipelineConfig
 from penstock.errors import InputError, PenstockError
 from penstock.host.progress import GenerationProgress
 from penstock.ray.batch_files import (
-    PARQUET,
+    PARQUET_SUFFIX,
     BatchResult,
     Chunk,
     finished_request_ids,
@@ -35,9 +35,7 @@ from penstock.serve.batches.batch_lines import parse_line
 from penstock.serve.config import ServeConfig
 
 _MAX_ATTEMPTS = 120
-"""Maximum number of attempts for a line while the worker process of its actor is being restarted. Attempts
-are half a second apart.
-"""
+"""Maximum number of attempts for a line, half a second apart, while the actor's worker process restarts."""
 
 
 def run_batch(
@@ -45,8 +43,8 @@ def run_batch(
 ) -> int:
     """Run the requests of a file that have no result in the output, and write one result for each.
 
-    Only this process writes results. It writes one result for each id, even if Ray Data computes a block
-    twice.
+    Only this process writes results. The output gets one result for each id, even if Ray Data computes a
+    block twice.
 
     Args:
         requests: JSON lines, or a parquet file or folder with the columns custom_id, url and body.
@@ -68,7 +66,7 @@ def run_batch(
     ray = import_ray("penstock batch run --ray")
     config.model.checkpoint  # noqa: B018  # raises here, not in an actor, if the model is missing
     ids_with_results = finished_request_ids(output)
-    is_parquet = requests.is_dir() or requests.suffix == PARQUET
+    is_parquet = requests.is_dir() or requests.suffix == PARQUET_SUFFIX
     chunks: list[Chunk] = []
     if is_parquet:
         pending_ids = pending_row_ids(requests, ids_with_results)
@@ -86,9 +84,9 @@ def run_batch(
             rows = ray.data.read_parquet(str(requests.absolute())).map(
                 PendingRows(ray.put(ids_with_results) if ids_with_results else None)
             )
-            rows = rows.filter(lambda row: row["number"] >= 0)
+            rows = rows.filter(lambda row: row["line_number"] >= 0)
         else:
-            items = [{"offsets": chunk.offsets, "numbers": chunk.numbers} for chunk in chunks]
+            items = [{"offsets": chunk.offsets, "line_numbers": chunk.line_numbers} for chunk in chunks]
             rows = ray.data.from_items(items, override_num_blocks=len(items)).flat_map(
                 ReadLines(requests.absolute())
             )
@@ -131,7 +129,7 @@ def _write_results(results: Any, output: Path, pending_ids: set[str]) -> int:
 
 
 class ReadLines:
-    """Reads the lines of a `Chunk`. A Ray Data task calls it.
+    """Callable that reads the lines of a `Chunk` in a Ray Data task.
 
     Args:
         path: the file, which all nodes can read.
@@ -142,11 +140,13 @@ class ReadLines:
 
     def __call__(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the lines of the chunk in ``row`` as rows (`read_chunk`)."""
-        return list(read_chunk(self._path, Chunk(list(row["offsets"]), list(row["numbers"]))))
+        return list(read_chunk(self._path, Chunk(list(row["offsets"]), list(row["line_numbers"]))))
 
 
 class PendingRows:
-    """Converts a parquet row to a JSON line and a ``number``: -1 if the request has a result, else 0.
+    """Callable that converts a parquet row to a JSON line in a Ray Data task.
+
+    The ``line_number`` of the result is -1 if the request already has a result, else 0.
 
     Args:
         ids_with_results: a Ray object reference to the set of ids that have results; None if no request has a
@@ -158,15 +158,15 @@ class PendingRows:
         self._result_ids: set[str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the ``line`` and the ``number`` of a row."""
+        """Return the ``line`` and the ``line_number`` of a row."""
         if self._result_ids is None:
             self._result_ids = (
                 set()
                 if self._result_ids_ref is None
                 else import_ray("penstock batch run --ray").get(self._result_ids_ref)
             )
-        number = -1 if row["custom_id"] in self._result_ids else 0
-        return {"line": row_to_line(row), "number": number}
+        line_number = -1 if row["custom_id"] in self._result_ids else 0
+        return {"line": row_to_line(row), "line_number": line_number}
 
 
 class LineActor:
@@ -186,14 +186,14 @@ class LineActor:
 
         await self._server.start()
         limits = self._server.services.json_limits
-        lines = [parse_line(row["line"], row["number"], *limits) for row in batch.to_pylist()]
+        lines = [parse_line(row["line"], row["line_number"], *limits) for row in batch.to_pylist()]
         results: list[tuple[bytes, bool, int]] = []
         dispatcher = BatchDispatcher(
             self._server.app,
             len(lines),
             is_stopping=lambda: False,
             on_result=lambda *result: results.append(result),
-            max_attempts=_MAX_ATTEMPTS,
+            max_retries=_MAX_ATTEMPTS,
         )
         await dispatcher.run(iter(lines))
         names = ("result", "is_success", "num_tokens")

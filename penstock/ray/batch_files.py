@@ -14,13 +14,13 @@ from penstock.errors import InputError
 from penstock.ray.arrow_values import without_nulls
 from penstock.serve.batches.batch_lines import finished_ids
 
-PARQUET = ".parquet"
+PARQUET_SUFFIX = ".parquet"
 _ROWS_PER_FILE = 1000
 """Results per parquet file."""
 
 
 class BatchResult(msgspec.Struct):
-    """The fields of a result that are written to files."""
+    """The fields of a result line that Penstock on Ray reads."""
 
     custom_id: str
     response: dict[str, object] | None = None
@@ -36,17 +36,19 @@ class Chunk:
 
     offsets: list[int]
     """The byte offset of each line in the file."""
-    numbers: list[int]
+    line_numbers: list[int]
     """The line number of each line, starting at 1."""
 
 
-def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> tuple[list[Chunk], set[str]]:
-    """Return the lines without a result, in chunks of up to ``size`` lines, and their ids. Skips empty lines.
+def pending_chunks(
+    path: Path, ids_with_results: Container[str], chunk_size: int
+) -> tuple[list[Chunk], set[str]]:
+    """Return chunks of the lines without a result, and the ids of these lines. Skips empty lines.
 
     Args:
         path: a file of JSON lines.
         ids_with_results: the ids of requests that have results.
-        size: lines per chunk.
+        chunk_size: maximum number of lines per chunk.
 
     Raises:
         InputError: two lines have the same ``custom_id``, or the file cannot be read.
@@ -57,16 +59,16 @@ def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> t
     offset = 0
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for line_number, line in enumerate(file, 1):
                 if line.strip():
-                    request_id = _request_id(line, number)
+                    request_id = _request_id(line, line_number)
                     _check_unique(request_id, seen_ids)
                     if request_id not in ids_with_results:
                         pending_ids.add(request_id)
-                        if not chunks or len(chunks[-1].numbers) == size:
+                        if not chunks or len(chunks[-1].line_numbers) == chunk_size:
                             chunks.append(Chunk([], []))
                         chunks[-1].offsets.append(offset)
-                        chunks[-1].numbers.append(number)
+                        chunks[-1].line_numbers.append(line_number)
                 offset += len(line)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -74,14 +76,14 @@ def pending_chunks(path: Path, ids_with_results: Container[str], size: int) -> t
 
 
 def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
-    """Yield a row for each line of a chunk. Its fields are ``line`` (bytes) and ``number`` (line number)."""
+    """Yield a row for each line of a chunk. The fields of a row are ``line`` (bytes) and ``line_number``."""
     with path.open("rb") as file:
-        for offset, number in zip(chunk.offsets, chunk.numbers, strict=True):
+        for offset, line_number in zip(chunk.offsets, chunk.line_numbers, strict=True):
             file.seek(offset)
-            yield {"line": file.readline(), "number": number}
+            yield {"line": file.readline(), "line_number": line_number}
 
 
-def _request_id(line: bytes, number: int) -> str:
+def _request_id(line: bytes, line_number: int) -> str:
     """Return the ``custom_id`` of a line; ``line-N`` if line N has no valid ``custom_id``."""
     try:
         raw_id = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
@@ -90,7 +92,7 @@ def _request_id(line: bytes, number: int) -> str:
         request_id = None
     if isinstance(request_id, str) and 0 < len(request_id) <= 512:
         return request_id
-    return f"line-{number}"
+    return f"line-{line_number}"
 
 
 def _check_unique(request_id: str, seen_ids: set[str]) -> None:
@@ -142,16 +144,16 @@ def row_to_line(row: dict[str, object]) -> bytes:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """Return a list of the file itself, or the parquet files of a folder in the order of their names.
+    """Return ``[path]`` for a file, or the parquet files of a folder in the order of their names.
 
     Raises:
         InputError: the folder has no parquet files.
     """
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob(f"*{PARQUET}"))
+    files = sorted(path.glob(f"*{PARQUET_SUFFIX}"))
     if not files:
-        raise InputError(f"{path} has no files *{PARQUET}")
+        raise InputError(f"{path} has no files *{PARQUET_SUFFIX}")
     return files
 
 
@@ -159,7 +161,7 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 class ResultWriter(Protocol):
-    """Writes results to an output. Keeps the results of earlier runs, so that a new run continues them."""
+    """Writes results to an output. Keeps the results of earlier runs, so that a new run continues a batch."""
 
     def add(self, line: bytes) -> None:
         """Add a result, which is a JSON line."""
@@ -203,7 +205,7 @@ class ParquetWriter:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._rows: list[dict[str, object]] = []
-        self._number = len(list(path.glob(f"part-*{PARQUET}")))
+        self._file_number = len(list(path.glob(f"part-*{PARQUET_SUFFIX}")))
 
     def add(self, line: bytes) -> None:
         """Buffer a result. Write a file when `_ROWS_PER_FILE` results are buffered."""
@@ -221,7 +223,7 @@ class ParquetWriter:
             self._write_file()
 
     def close(self) -> None:
-        """Write the last file."""
+        """Write the remaining results to a last file."""
         if self._rows:
             self._write_file()
 
@@ -231,11 +233,11 @@ class ParquetWriter:
 
         types = {"custom_id": "string", "status_code": "int32", "body": "string", "error": "string"}
         schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
-        final_path = self._path / f"part-{self._number:06}{PARQUET}"
+        final_path = self._path / f"part-{self._file_number:06}{PARQUET_SUFFIX}"
         unfinished_path = final_path.with_suffix(".unfinished")
         write_table(pyarrow.Table.from_pylist(self._rows, schema=schema), unfinished_path)
         os.replace(unfinished_path, final_path)
-        self._number += 1
+        self._file_number += 1
         self._rows = []
 
 
@@ -245,7 +247,7 @@ def finished_request_ids(path: Path) -> set[str]:
     Raises:
         InputError: the output does not contain batch results, or a parquet output is not a folder.
     """
-    if path.suffix != PARQUET:
+    if path.suffix != PARQUET_SUFFIX:
         return finished_ids(path)
     if not path.exists():
         return set()
@@ -254,11 +256,11 @@ def finished_request_ids(path: Path) -> set[str]:
     from pyarrow.parquet import read_table
 
     request_ids: set[str] = set()
-    for file in path.glob(f"part-*{PARQUET}"):
+    for file in path.glob(f"part-*{PARQUET_SUFFIX}"):
         request_ids.update(read_table(file, columns=["custom_id"]).column(0).to_pylist())
     return request_ids
 
 
 def make_writer(path: Path) -> ResultWriter:
     """Return the writer of an output: parquet if the name ends in ``.parquet``, else JSON lines."""
-    return ParquetWriter(path) if path.suffix == PARQUET else JsonLinesWriter(path)
+    return ParquetWriter(path) if path.suffix == PARQUET_SUFFIX else JsonLinesWriter(path)

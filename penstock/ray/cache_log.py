@@ -1,6 +1,6 @@
 """`CacheLog`: a log of the recent events of a replica's prefix cache.
 
-The routers of the HTTP processes read it periodically.
+The HTTP processes read the log periodically and route requests by the cached blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CacheChanges(msgspec.Struct):
     """The events of a prefix cache after a position in its log."""
 
     position: int
-    """The position after these events. The reader passes it to the next read."""
+    """The position after these events. The reader passes it to the next call of `CacheLog.since`."""
     events: list[CacheEvent]
 
 
@@ -28,8 +28,8 @@ class CacheLog:
     """The blocks in the prefix caches of a replica's workers, and a log of the cache events.
 
     A block is cached while at least one worker has it. Several readers read the log, each from its own
-    position. The capacity of the log is the number of cached blocks, or `_MIN_CAPACITY` if that is larger. If
-    the position of a reader has been dropped from the log, the reader gets all cached blocks instead.
+    position. The capacity of the log is the number of cached blocks, but at least `_MIN_CAPACITY`. If events
+    after the position of a reader have been dropped, the reader gets all cached blocks instead.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class CacheLog:
                         cached_blocks.setdefault(digest, set()).add(worker)
                     event = BlocksStored(event.digests, None, [])  # routers do not use tokens
                 case BlocksRemoved():
-                    event = BlocksRemoved(self._without_owner(event.digests, worker))
+                    event = BlocksRemoved(self._remove_owner(event.digests, worker))
                 case _:
                     digests = [digest for digest, workers in cached_blocks.items() if worker in workers]
-                    removed_blocks = self._without_owner(digests, worker)
+                    removed_blocks = self._remove_owner(digests, worker)
                     event = BlocksRemoved(removed_blocks) if cached_blocks else BlocksCleared()
             self._events.append(event)
             self._position += 1
@@ -60,8 +60,8 @@ class CacheLog:
         while self._num_logged > max(len(cached_blocks), _MIN_CAPACITY):
             self._num_logged -= _num_digests(self._events.popleft())
 
-    def _without_owner(self, digests: Sequence[bytes], worker: int) -> list[bytes]:
-        """Remove a worker from the owners of blocks. Return the digests of blocks without any owner left."""
+    def _remove_owner(self, digests: Sequence[bytes], worker: int) -> list[bytes]:
+        """Remove a worker from the owners of blocks. Return the digests of blocks without other owners."""
         removed_blocks = []
         for digest in digests:
             workers = self._cached_blocks.get(digest, set())
@@ -71,7 +71,7 @@ class CacheLog:
         return removed_blocks
 
     def since(self, position: int) -> CacheChanges:
-        """Return the events after a position, or all cached blocks if the log does not have the position.
+        """Return the events after a position, or all cached blocks if the log lacks some of these events.
 
         Position 0 is before the first event, with an empty cache.
         """

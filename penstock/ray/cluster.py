@@ -45,7 +45,7 @@ def ray_connection(config: RayConfig, purpose: str) -> Iterator[bool]:
         purpose: the feature that requires Ray, for the error message.
 
     Yields:
-        Whether this call has started Ray on this machine. In this case Ray stops at the end of the block.
+        Whether this call has started Ray on this machine. If so, Ray stops at the end of the block.
 
     Raises:
         MissingDependencyError: Ray is not installed.

@@ -4,9 +4,9 @@
     penstock.ray.generate(dataset, "./model").write_parquet("answers/")
 
 Ray Data streams blocks of rows through the actors. An actor computes up to two blocks concurrently. Ray Data
-stops reading the dataset while all actors are busy. If an actor ends, another actor computes its blocks
-again. Each input row becomes exactly one output row. If the model cannot process an input, the column
-``error`` of its row has the reason.
+stops reading the dataset while all actors are busy. If an actor ends, another actor computes the unfinished
+blocks again. Each input row becomes exactly one output row. If the model cannot process a row, the column
+``error`` of the row has the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_CONCURRENT_BLOCKS = 2
 Rows of the second block fill the batch while the last rows of the first block finish.
 """
 _MAX_ATTEMPTS = 60
-"""Maximum number of attempts for a row while the worker process of its actor is being restarted."""
+"""Maximum number of attempts for a row while the worker process of the actor is being restarted."""
 _RETRY_SECONDS = 1.0
 """Minimum seconds between two attempts."""
 
@@ -84,8 +84,8 @@ def generate(
         CheckpointError: the model does not exist.
     """
     arguments = {
-        "input": messages_column or prompt_column,
-        "output": output_column,
+        "input_column": messages_column or prompt_column,
+        "output_column": output_column,
         "sampling_params": sampling_params,
         "is_chat": messages_column is not None,
     }
@@ -135,7 +135,7 @@ def embed(
         "normalize": normalize,
         "truncate": truncate,
     }
-    arguments = {"input": text_column, "output": output_column, "options": options}
+    arguments = {"input_column": text_column, "output_column": output_column, "options": options}
     return _map_with_model(
         dataset, EmbeddingActor, arguments, model, concurrency, batch_size, num_cpus, config
     )
@@ -176,7 +176,7 @@ def map_with_actors(
     Args:
         dataset: a ``ray.data.Dataset``.
         actor: the class of the actors.
-        arguments: the arguments of the actor's constructor, except the configuration.
+        arguments: the keyword arguments of the actor's constructor, except ``config``.
         config: the configuration of the model.
         ray_config: the number of actors, the CPUs per actor, and the rows per block.
     """
@@ -220,16 +220,16 @@ class ModelActor:
 
     Args:
         config: the configuration of the model.
-        input: the column of inputs.
+        input_column: the column of inputs.
     """
 
     function_name = ""
     """The name of the function of `penstock.ray` that uses the actor, for error messages."""
 
-    def __init__(self, config: PipelineConfig, input: str) -> None:
+    def __init__(self, config: PipelineConfig, input_column: str) -> None:
         from penstock.llm.async_llm import AsyncLLM
 
-        self._input = input
+        self._input_column = input_column
         self._llm = AsyncLLM.from_config(config)
         self._start = SharedStart(self._llm.start)
 
@@ -244,22 +244,25 @@ class ModelActor:
         import pyarrow
 
         await self._start()
-        if self._input not in batch.column_names:
+        if self._input_column not in batch.column_names:
             raise ConfigError(
                 "column",
-                f"there is no column {self._input!r}: the dataset has {', '.join(batch.column_names)}",
+                f"there is no column {self._input_column!r}: the dataset has {', '.join(batch.column_names)}",
             )
-        values = batch.column(self._input).to_pylist()
+        values = batch.column(self._input_column).to_pylist()
         outputs = await asyncio.gather(*(self._compute_row(value) for value in values))
-        for name, kind in self.columns.items():
-            column = pyarrow.array([output.get(name) for output in outputs], kind())
+        for name, arrow_type in self.columns.items():
+            column = pyarrow.array([output.get(name) for output in outputs], arrow_type())
             if name in batch.column_names:
                 batch = batch.drop_columns([name])
             batch = batch.append_column(name, column)
         yield batch
 
     async def _compute_row(self, value: Any) -> dict[str, Any]:
-        """Return the values of a row's new columns, including ``error``. ``value`` is the row's input."""
+        """Return the values of a row's new columns, including ``error``.
+
+        ``value`` is the value of the row in the input column.
+        """
         for attempt in range(_MAX_ATTEMPTS):
             try:
                 return {**await self.compute(self._llm, value), "error": None}
@@ -277,7 +280,9 @@ class ModelActor:
         raise NotImplementedError
 
     async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
-        """Return the values of a row's new columns, without ``error``. ``value`` is the row's input.
+        """Return the values of a row's new columns, without ``error``.
+
+        ``value`` is the value of the row in the input column.
 
         Raises:
             InputError: the model cannot process the input.
@@ -292,8 +297,8 @@ class TextActor(ModelActor):
 
     Args:
         config: the configuration of the model.
-        input: the column of prompts or conversations.
-        output: the column of texts.
+        input_column: the column of prompts or conversations.
+        output_column: the column of texts.
         sampling_params: the sampling parameters.
         is_chat: whether the inputs are conversations.
     """
@@ -303,13 +308,13 @@ class TextActor(ModelActor):
     def __init__(
         self,
         config: PipelineConfig,
-        input: str,
-        output: str,
+        input_column: str,
+        output_column: str,
         sampling_params: SamplingParams | None,
         is_chat: bool,
     ) -> None:
-        super().__init__(config, input)
-        self._output = output
+        super().__init__(config, input_column)
+        self._output_column = output_column
         self._params = sampling_params
         self._is_chat = is_chat
 
@@ -318,7 +323,7 @@ class TextActor(ModelActor):
         from pyarrow import int64, string
 
         return {
-            self._output: string,
+            self._output_column: string,
             "finish_reason": string,
             "num_generated_tokens": int64,
             "error": string,
@@ -326,13 +331,13 @@ class TextActor(ModelActor):
 
     async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
         if value is None:
-            raise InputError(f"the column {self._input} has no value in this row")
+            raise InputError(f"the column {self._input_column} has no value in this row")
         if self._is_chat:
             (output,) = await llm.chat(without_nulls(value), self._params)
         else:
             (output,) = await llm.generate(value, self._params)
         return {
-            self._output: output.text,
+            self._output_column: output.text,
             "finish_reason": output.finish_reason,
             "num_generated_tokens": len(output.token_ids),
         }
@@ -343,25 +348,29 @@ class EmbeddingActor(ModelActor):
 
     Args:
         config: the configuration of the model.
-        input: the column of texts.
-        output: the column of embeddings.
+        input_column: the column of texts.
+        output_column: the column of embeddings.
         options: keyword arguments of `AsyncLLM.embed`.
     """
 
     function_name = "embed"
 
-    def __init__(self, config: PipelineConfig, input: str, output: str, options: dict[str, Any]) -> None:
-        super().__init__(config, input)
-        self._output = output
+    def __init__(
+        self, config: PipelineConfig, input_column: str, output_column: str, options: dict[str, Any]
+    ) -> None:
+        super().__init__(config, input_column)
+        self._output_column = output_column
         self._options = options
 
     @property
     def columns(self) -> Mapping[str, Callable[[], Any]]:
         from pyarrow import float32, list_, string
 
-        return {self._output: lambda: list_(float32()), "error": string}
+        return {self._output_column: lambda: list_(float32()), "error": string}
 
     async def compute(self, llm: AsyncLLM, value: Any) -> dict[str, Any]:
         if not isinstance(value, str):
-            raise InputError(f"the column {self._input} must be a text, but has {value!r:.100} in this row")
-        return {self._output: await llm.embed(value, **self._options)}
+            raise InputError(
+                f"the column {self._input_column} must be a text, but has {value!r:.100} in this row"
+            )
+        return {self._output_column: await llm.embed(value, **self._options)}

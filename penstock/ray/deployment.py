@@ -11,12 +11,12 @@ from penstock.host.processors import divide_processors
 from penstock.ray.config import RayConfig
 from penstock.serve.config import ServeConfig
 
-ENGINE = "engine"
+ENGINE_DEPLOYMENT = "engine"
 """Name of the deployment whose replicas run the model."""
-INGRESS = "ingress"
+INGRESS_DEPLOYMENT = "ingress"
 """Name of the deployment that serves HTTP."""
-ROUTER = "penstock.ray.request_router:PreferredReplicaRouter"
-"""The class that Ray Serve uses as request router."""
+ROUTER_CLASS = "penstock.ray.request_router:PreferredReplicaRouter"
+"""Import path of the class that Ray Serve uses as request router."""
 _HEALTH_CHECK_PERIOD = 5.0
 """Seconds between two health checks of a replica."""
 _MAX_CONSTRUCTOR_RETRIES = 3
@@ -25,7 +25,9 @@ _MAX_CONSTRUCTOR_RETRIES = 3
 Most causes of failed starts, such as a missing file, are permanent.
 """
 _MAX_INGRESS_REQUESTS = 10_000
+"""Maximum number of concurrent requests in a replica of the HTTP deployment."""
 _MIN_QUEUE_SIZE = 64
+"""Minimum default of ``max_queue_size``, the number of waiting requests."""
 _LOGGING = {"enable_access_log": False}  # the ingress writes Penstock's access log
 
 
@@ -45,17 +47,17 @@ class Resources:
         """
         devices = config.model.devices
         num_gpus = 0 if devices[0].device_type == "cpu" else len(set(devices))
-        ranks = config.parallel.tensor_parallel_size
+        num_ranks = config.parallel.tensor_parallel_size
         num_cpus = ray.ray_cpus or config.num_threads
         if num_cpus is None and num_gpus:
             num_cpus = num_gpus
         if num_cpus is None:
-            num_cpus = max(usable_cpus() // ray.ray_min_replicas, ranks)
-        if num_cpus < ranks and not num_gpus:
+            num_cpus = max(usable_cpus() // ray.ray_min_replicas, num_ranks)
+        if num_cpus < num_ranks and not num_gpus:
             raise ConfigError(
                 "ray_cpus",
-                f"must be at least tensor_parallel_size, {ranks}, was {num_cpus}: each process of the model "
-                "needs one CPU",
+                f"must be at least tensor_parallel_size, {num_ranks}, was {num_cpus}: each process of the "
+                "model needs one CPU",
             )
         return cls(num_cpus, num_gpus)
 
@@ -74,12 +76,12 @@ def usable_cpus() -> int:
 def replica_config(config: PipelineConfig, resources: Resources) -> PipelineConfig:
     """Return the configuration of one replica, with its devices and its number of threads.
 
-    Inside a replica only its reserved GPUs are visible. Their numbers start at 0.
+    Inside a replica, only the GPUs that it has reserved are visible, with numbers from 0.
     """
     devices = config.model.devices
     if resources.num_gpus:
-        kind = devices[0].device_type
-        devices = tuple(DeviceSpec(number, kind) for number in range(resources.num_gpus))
+        device_type = devices[0].device_type
+        devices = tuple(DeviceSpec(number, device_type) for number in range(resources.num_gpus))
     return replace(
         config,
         num_threads=config.num_threads or (None if resources.num_gpus else resources.num_cpus),
@@ -93,10 +95,11 @@ def engine_options(
     """Return the ``serve.deployment`` options of the deployment whose replicas run the model.
 
     The processes of a model with tensor parallelism communicate through shared memory, so they must run on
-    one node. Their resources form one bundle of a placement group. Ray places a bundle on a single node.
+    one node. The resources of these processes form one bundle of a placement group, because Ray places a
+    bundle on a single node.
     """
     options: dict[str, object] = {
-        "name": ENGINE,
+        "name": ENGINE_DEPLOYMENT,
         "ray_actor_options": resources.options,
         "max_ongoing_requests": ray.ray_max_requests,
         "graceful_shutdown_timeout_s": serve.shutdown_grace,
@@ -125,7 +128,7 @@ def engine_options(
 def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
     """Return the ``serve.deployment`` options of the deployment that serves HTTP."""
     return {
-        "name": INGRESS,
+        "name": INGRESS_DEPLOYMENT,
         "num_replicas": ray.ray_ingress_replicas,
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": _MAX_INGRESS_REQUESTS,
@@ -137,7 +140,10 @@ def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
 
 
 def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
-    """Return the maximum number of running and waiting requests. The server refuses further requests."""
+    """Return the maximum number of running and waiting requests in all replicas.
+
+    The server refuses further requests.
+    """
     queue = serve.max_queue_size or max(4 * ray.ray_max_requests, _MIN_QUEUE_SIZE)
     return ray.max_replicas * ray.ray_max_requests + queue
 

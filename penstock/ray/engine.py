@@ -31,13 +31,13 @@ from penstock.worker.results import Generation
 
 _LOG = logging.getLogger("penstock.ray")
 
-_MAX_ATTEMPTS = 10
+_MAX_ATTEMPTS = 10  # per request
 _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 """First and maximum delay between two attempts of a request, in seconds. The delay doubles per attempt."""
 _POLL_SECONDS = 2.0
 """Seconds between two reads of the replicas' statistics."""
 _MAX_MISSING_REPORTS = 64
-"""Maximum number of replicas without a recent report. If there are more, the oldest count as ended."""
+"""Maximum number of replicas that no longer answer. If there are more, the oldest count as ended."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -57,26 +57,26 @@ class ReplicaLostError(Exception):
 class Replicas(Protocol):
     """The replicas of a deployment."""
 
-    def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
+    def generate(self, frames: Sequence[bytes], preferred_replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield its results (`EngineReplica.generate`).
 
         Closing the iterator cancels the request.
 
         Args:
             frames: the encoded request.
-            replica: the name of the preferred replica; empty for no preference. If the preferred replica is
-                full or has ended, Ray Serve sends the request to another replica.
+            preferred_replica: the name of a replica; empty for no preference. If this replica is full or has
+                ended, Ray Serve sends the request to another replica.
 
         Raises:
             ReplicaLostError: the replica has ended or cannot be reached.
+            UnavailableError: the replica raised an exception.
         """
         ...
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
         """Return the encoded `ReplicaReport` of each running replica. Waits until a replica runs.
 
-        Args:
-            positions: see `EngineReplica.report`.
+        For ``positions``, see `EngineReplica.report`. Raises `ReplicaLostError` if no report can be read.
         """
         ...
 
@@ -90,8 +90,8 @@ class RayEngine:
 
     If the replica of a request ends, another replica continues the request. The other replica recomputes the
     KV of the prompt and of the tokens generated so far, as after a preemption. Sampling depends only on the
-    seed and the position, so the output is the same except for rounding differences. A request with a
-    grammar, with log probabilities, or of a task other than text generation is repeated only if it has no
+    seed and the position, so the output is the same except for rounding differences. A request with images,
+    a grammar or log probabilities, or of a task other than text generation, is repeated only if it has no
     output yet.
 
     Args:
@@ -132,7 +132,7 @@ class RayEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a replica has reported recently."""
+        """Whether a replica has answered the last poll."""
         return bool(self._reports)
 
     @property
@@ -143,7 +143,7 @@ class RayEngine:
 
     @property
     def stats(self) -> WorkerStats:
-        """The sums of the statistics at the last poll, with the totals of replicas that have ended."""
+        """The sums of all replicas' statistics at the last poll, with the totals of ended replicas."""
         all_stats = [self._ended_stats, *(report.stats for report in self._reports.values())]
         names = WorkerStats.__struct_fields__
         sums = WorkerStats(**{name: sum(getattr(stats, name) for stats in all_stats) for name in names})
@@ -168,7 +168,7 @@ class RayEngine:
         """Send a request to a replica.
 
         Raises:
-            UnavailableError: the engine has not started, or is stopping.
+            UnavailableError: the engine has not started, is stopping or has stopped.
             OverloadedError: too many requests are running and waiting.
             InputError: another request with the same id is running.
         """
@@ -189,7 +189,7 @@ class RayEngine:
         return generation
 
     async def _run(self, generation: Generation, frames: list[bytes], context: RequestContext) -> None:
-        """Run a request. If its replica is lost, continue it on another replica."""
+        """Run a request. If its replica is lost, continue the request on another replica."""
         tokens: list[int] = []
         lost_replicas: set[str] = set()
         has_output, delay, reason = False, _FIRST_DELAY, ""
@@ -250,7 +250,7 @@ class RayEngine:
         self._end(generation)
 
     def _forget(self, task: asyncio.Task[None], generation: Generation) -> None:
-        """Remove the finished task of a request. If the task raised an error, fail the request."""
+        """Remove the finished task of a request. If the task raised an error, the request fails."""
         if self._tasks.get(generation.request_id) is task:
             del self._tasks[generation.request_id]
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -13,13 +13,13 @@ from penstock.errors import UnavailableError
 from penstock.ray.engine import ReplicaLostError
 
 _REPORT_TIMEOUT = 10.0
-"""Maximum seconds to wait for all replicas to answer a report or a cache reset."""
+"""Maximum seconds to wait until all replicas have answered a call of ``report`` or ``reset_prefix_cache``."""
 _POLL_SECONDS = 0.2
 """Seconds between two checks whether the handle lists a running replica."""
 
 
 class ServeReplicas:
-    """The `Replicas` of a deployment of `EngineReplica`.
+    """Implements `Replicas` for a Ray Serve deployment of `EngineReplica`.
 
     Args:
         handle: the ``DeploymentHandle`` of the deployment.
@@ -30,21 +30,21 @@ class ServeReplicas:
         self._generate_handle = handle.options(method_name="generate", stream=True)
         self._preferred_handles: dict[str, Any] = {}  # name of the preferred replica -> handle
 
-    async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
+    async def generate(self, frames: Sequence[bytes], preferred_replica: str) -> AsyncIterator[bytes]:
         """Send a request to a replica and yield the results.
 
-        ``replica`` is the name of the preferred replica, or empty. The name is passed as the session id of
-        the request, which `PreferredReplicaRouter` reads.
+        ``preferred_replica`` is the name of a replica, or empty. The name is passed as the session id of the
+        request, which `PreferredReplicaRouter` reads.
 
         Raises:
             ReplicaLostError: the replica has ended or cannot be reached.
             UnavailableError: the replica raised an exception, or the request was cancelled.
         """
         handle = self._generate_handle
-        if replica:
-            if replica not in self._preferred_handles:
-                self._preferred_handles[replica] = handle.options(session_id=replica)
-            handle = self._preferred_handles[replica]
+        if preferred_replica:
+            if preferred_replica not in self._preferred_handles:
+                self._preferred_handles[preferred_replica] = handle.options(session_id=preferred_replica)
+            handle = self._preferred_handles[preferred_replica]
         response = handle.remote(list(frames))
         try:
             async for data in response:
@@ -55,7 +55,7 @@ class ServeReplicas:
             response.cancel()
 
     async def reports(self, positions: Mapping[str, int]) -> list[bytes]:
-        """Return the encoded reports of the running replicas. Waits until a replica runs.
+        """Return the encoded reports of the running replicas. If none runs, wait until one runs.
 
         Reports of replicas that raised an exception are left out.
 

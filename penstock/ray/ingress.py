@@ -75,7 +75,7 @@ class Application:
             log_event(_LOG, logging.WARNING, "the warm-up of grammars has failed", error=str(error))
 
     async def stop(self) -> None:
-        """Refuse new requests, wait up to ``shutdown_grace`` seconds for active requests, and stop."""
+        """Refuse new requests, wait up to ``shutdown_grace`` seconds for active ones, and stop."""
         services, gate = self._services, self._services.gate
         gate.close()
         for task in self._background_tasks:
@@ -107,7 +107,7 @@ class Ingress:
     """Builds the application in each replica of the HTTP deployment. `serve.ingress` of Ray wraps the class.
 
     Args:
-        engine: the ``DeploymentHandle`` of the deployment whose replicas run the model.
+        engine_handle: the ``DeploymentHandle`` of the deployment whose replicas run the model.
         config: the configuration of the model.
         serve_config: the configuration of the server.
         max_outstanding: maximum number of running and waiting requests.
@@ -116,13 +116,13 @@ class Ingress:
 
     def __init__(
         self,
-        engine: Any,
+        engine_handle: Any,
         config: PipelineConfig,
         serve_config: ServeConfig,
         max_outstanding: int,
         num_ingresses: int,
     ) -> None:
-        self._engine = engine
+        self._engine_handle = engine_handle
         self._config, self._serve_config = config, serve_config
         self._max_outstanding, self._num_ingresses = max_outstanding, num_ingresses
 
@@ -131,7 +131,7 @@ class Ingress:
         from penstock.ray.handles import ServeReplicas
 
         configure_logging(self._serve_config)
-        replicas = ServeReplicas(self._engine)
+        replicas = ServeReplicas(self._engine_handle)
         return make_application(
             self._config, self._serve_config, replicas, self._max_outstanding, self._num_ingresses
         )

@@ -27,7 +27,7 @@ from penstock.errors import UnavailableError, UnsupportedFeatureError
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import Resources, engine_options, replica_config
 from penstock.ray.local_server import LocalServer
-from penstock.serve.batches.batch_dispatch import CLIENT
+from penstock.serve.batches.batch_dispatch import BATCH_CLIENT_ID
 from penstock.serve.config import ServeConfig, serve_fields
 from penstock.serve.http.internal_request import internal_request
 from penstock.worker.engine_client import EngineClient
@@ -73,7 +73,7 @@ class PenstockServer:
         return {**options, **user_options, "user_config": user_options.get("user_config") or {}}
 
     async def reconfigure(self, user_config: object) -> None:
-        """Load the model. Ray Serve calls it before the replica gets requests."""
+        """Load the model. Ray Serve calls this method before the replica gets requests."""
         await self.start()
 
     async def start(self) -> None:
@@ -195,21 +195,25 @@ class PenstockServer:
         """Stop the worker. Without this call, the worker ends when the process of the replica ends."""
         await self._server.stop()
 
-    async def _answer(self, path: str, kind: str, request: Any, raw_request_info: Any) -> AsyncIterator[Any]:
+    async def _answer(
+        self, path: str, response_class: str, request: Any, raw_request_info: Any
+    ) -> AsyncIterator[Any]:
         """Run a route. Yield its response as an object of Ray Serve LLM, or its stream events as texts.
 
         If the route fails, yield an error as an object of Ray Serve LLM.
 
         Args:
             path: the path of the route.
-            kind: the name of the response class in Ray Serve LLM.
+            response_class: the name of the response class in Ray Serve LLM.
             request: a pydantic object of Ray Serve LLM.
             raw_request_info: has the headers of the HTTP request; None for no headers.
         """
         body = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         request_headers: Mapping[str, str] = {} if raw_request_info is None else raw_request_info.headers
         headers = {name: value for name, value in request_headers.items() if name.lower() in _HEADERS}
-        async with internal_request(self._server.app, path, body, headers, client=CLIENT) as response:
+        async with internal_request(
+            self._server.app, path, body, headers, client=BATCH_CLIENT_ID
+        ) as response:
             if response.status != 200:
                 error = msgspec.json.decode(await response.body())["error"]
                 yield _error(response.status, error["message"], error.get("type") or "error")
@@ -217,7 +221,8 @@ class PenstockServer:
                 async for part in response.parts:
                     yield part.decode()
             else:
-                yield _response_types()[kind].model_validate(msgspec.json.decode(await response.body()))
+                content = msgspec.json.decode(await response.body())
+                yield _response_types()[response_class].model_validate(content)
 
 
 def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayConfig]:
@@ -245,7 +250,7 @@ def _response_types() -> dict[str, Any]:
     return dict(vars(openai_api_models))
 
 
-def _error(status: int, message: str, kind: str) -> Any:
+def _error(status: int, message: str, error_type: str) -> Any:
     """Return an error as an object of Ray Serve LLM."""
     types = _response_types()
-    return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=kind, code=status))
+    return types["ErrorResponse"](error=types["ErrorInfo"](message=message, type=error_type, code=status))

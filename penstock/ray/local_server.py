@@ -15,7 +15,7 @@ from penstock.worker.engine_client import EngineClient
 
 
 class LocalServer:
-    """The ASGI application of a server and its model, for calls from this process.
+    """The ASGI application of a server and the engine of its model, for calls from this process.
 
     Args:
         config: the configuration of the model.

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.ray.cluster import import_ray, ray_connection
 from penstock.ray.config import RayConfig, ray_fields
 from penstock.ray.deployment import (
-    ROUTER,
+    ROUTER_CLASS,
     Resources,
     check_supported,
     engine_options,
@@ -36,9 +36,9 @@ _LOG = logging.getLogger("penstock.ray")
 def build_app(config: Mapping[str, object]) -> Any:
     """Return a Ray Serve application that serves a model through the OpenAI API.
 
-    There are three ways to deploy it: the command ``serve run penstock.ray:build_app model_path=./model
-    ray_max_replicas=4``, a Serve configuration file with this ``import_path`` and the settings in ``args``,
-    or ``serve.run(build_app({...}))`` in a program.
+    There are three ways to deploy the application: the command ``serve run penstock.ray:build_app
+    model_path=./model ray_max_replicas=4``, a Serve configuration file with this ``import_path`` and the
+    settings in ``args``, or ``serve.run(build_app({...}))`` in a program.
 
     Args:
         config: settings of the model, the server and Ray by their flat names (docs/configuration.md). Numbers
@@ -72,7 +72,7 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
     resources = Resources.of(config, ray_config)
     engine_config = replica_config(config, resources)
     options = engine_options(engine_config, serve_config, ray_config, resources)
-    options["request_router_config"] = {"request_router_class": ROUTER}
+    options["request_router_config"] = {"request_router_class": ROUTER_CLASS}
     engine = serve.deployment(EngineReplica, **options)
     ingress = serve.deployment(serve.ingress()(Ingress), **ingress_options(serve_config, ray_config))
     replicas = engine.bind(engine_config, serve_config, ray_config.ray_max_requests, resources.num_cpus)
@@ -88,8 +88,8 @@ def application(config: PipelineConfig, serve_config: ServeConfig, ray_config: R
 def run_server(config: PipelineConfig, serve_config: ServeConfig, ray_config: RayConfig) -> int:
     """Deploy a model on Ray Serve.
 
-    After SIGTERM or SIGINT, finish running requests and delete the application. Then stop Ray Serve if the
-    cluster is local.
+    After SIGTERM or SIGINT, delete the application, which waits up to ``shutdown_grace`` seconds for running
+    requests. Then stop Ray Serve if this call has started Ray.
 
     Returns:
         The exit status, 0.
@@ -142,13 +142,13 @@ def _stop_at_signals() -> threading.Event:
     """Return an event that the first SIGTERM or SIGINT sets. The second signal raises KeyboardInterrupt."""
     stop = threading.Event()
 
-    def handle(number: int, frame: object) -> None:
+    def handle(signal_number: int, frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, handle)
     return stop
 
 

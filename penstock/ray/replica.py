@@ -30,8 +30,8 @@ class EngineReplica:
         config: the configuration of the model.
         serve_config: the configuration of the server.
         max_queue_size: maximum number of waiting requests.
-        num_cpus: number of CPUs that the replica has reserved. The share of the node's memory that the
-            replica may use is proportional to this number, because other replicas may run on the node.
+        num_cpus: number of CPUs that the replica has reserved. A replica on CPUs may use a share of the
+            node's memory that is proportional to this number, because other replicas may run on the node.
         engine: an engine client that has not been launched. The default runs the model in a worker process.
         name: the id of the replica. The default is its id in Ray Serve.
     """
@@ -55,8 +55,8 @@ class EngineReplica:
             memory_limit=serve_config.worker_memory_limit,
             memory=_replica_memory(config, num_cpus),
         )
-        self._cache = CacheLog()
-        self._engine.watch_cache(lambda number, events: self._cache.add(events, number))
+        self._cache_log = CacheLog()
+        self._engine.watch_cache(lambda worker, events: self._cache_log.add(events, worker))
         self._decode, self._encode = command_decoder(), encoder()
         self._is_started = False
 
@@ -86,7 +86,7 @@ class EngineReplica:
             raise UnavailableError(f"the worker is {state}")
 
     async def generate(self, frames: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
-        """Run a request and yield its results as encoded `ReplicaResults`. An error is the last result.
+        """Run a request and yield encoded `ReplicaResults`. If the request fails, the last one has the error.
 
         Args:
             frames: an encoded `Submit`.
@@ -111,7 +111,7 @@ class EngineReplica:
         Args:
             positions: name of each replica -> position up to which the caller has read its `CacheLog`.
         """
-        engine, changes = self._engine, self._cache.since(positions.get(self._name, 0))
+        engine, changes = self._engine, self._cache_log.since(positions.get(self._name, 0))
         return self._encode(
             ReplicaReport(self._name, engine.info, engine.stats, engine.num_restarts, changes)
         )

@@ -49,8 +49,8 @@ class ReplicaChoice:
 
     Args:
         num_ingresses: the number of HTTP processes that choose replicas. Each process counts only the
-            requests that it has sent. It multiplies their load by this number, because all processes get
-            about the same number of requests.
+            requests that it has sent, and multiplies their load by ``num_ingresses``, because all processes
+            get about the same number of requests.
     """
 
     def __init__(self, num_ingresses: int = 1) -> None:
@@ -67,7 +67,7 @@ class ReplicaChoice:
         return {replica.name: replica.position for replica in self._replicas if replica is not None}
 
     def update(self, reports: Mapping[str, ReplicaReport]) -> None:
-        """Add and remove replicas, so that there is one for each report, and apply the cache events."""
+        """Add and remove replicas to match the reports, and apply the cache events of the reports."""
         numbers = {
             replica.name: number for number, replica in enumerate(self._replicas) if replica is not None
         }
@@ -80,8 +80,8 @@ class ReplicaChoice:
             if report.cache is not None:
                 self._prefixes.update(number, report.cache.events)
                 replica.position = report.cache.position
-            # The report may lack blocks of requests that ended while the replica sent it. The blocks of these
-            # requests stay expected until the next report.
+            # The report may lack blocks of requests that ended while the replica sent the report. These
+            # blocks stay expected until the next report.
             for expected_blocks in replica.blocks_before_report:
                 self._prefixes.clear_expected(expected_blocks)
             replica.blocks_before_report, replica.blocks_since_report = replica.blocks_since_report, []

@@ -12,7 +12,7 @@ import random
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 _NUM_FALLBACK_REPLICAS = 2
-"""Maximum number of random replicas offered as an alternative.
+"""Maximum number of random replicas that the router offers besides the preferred replica.
 
 If the preferred replica is full or has ended, Ray Serve uses the random replica with the shorter queue.
 """
@@ -34,4 +34,4 @@ class PreferredReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray has no
         ]
         other_replicas = [replica for replica in candidate_replicas if replica not in preferred_replicas]
         fallback_replicas = random.sample(other_replicas, min(_NUM_FALLBACK_REPLICAS, len(other_replicas)))
-        return [rank for rank in (preferred_replicas, fallback_replicas) if rank]
+        return [group for group in (preferred_replicas, fallback_replicas) if group]

@@ -17,10 +17,10 @@ RETRY_SECONDS = 1.0
 
 
 class SharedStart:
-    """Callable that loads a model once for all calls; only a failure is followed by another load.
+    """Callable that loads a model once for all calls.
 
-    If the worker process ends while it loads the model, the model is loaded again. There are at most
-    `MAX_STARTS` attempts.
+    If the worker process ends while it loads the model, the model is loaded again, in at most `MAX_STARTS`
+    attempts. After a failure, the next call loads the model again.
 
     Args:
         start: the function that loads the model. It raises UnavailableError if the worker process ends, and
@@ -34,7 +34,7 @@ class SharedStart:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
-        """Wait until the model is loaded. A call after a failure loads the model again.
+        """Wait until the model is loaded. The first call starts the load.
 
         Raises:
             PenstockError: the model cannot be loaded, or its worker process ended in `MAX_STARTS` attempts.
@@ -45,13 +45,13 @@ class SharedStart:
         await asyncio.shield(self._task)
 
     async def _start_with_retries(self) -> None:
-        for num in range(1, MAX_STARTS + 1):
+        for attempt in range(1, MAX_STARTS + 1):
             try:
                 return await self._start()
             except UnavailableError as error:
-                if num == MAX_STARTS:
+                if attempt == MAX_STARTS:
                     raise
-                _LOG.warning("attempt %d of %d to load the model failed: %s", num, MAX_STARTS, error)
+                _LOG.warning("attempt %d of %d to load the model failed: %s", attempt, MAX_STARTS, error)
                 await asyncio.sleep(self._retry_seconds)
 
     def _forget_failure(self, task: asyncio.Task[None]) -> None:

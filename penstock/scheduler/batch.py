@@ -16,19 +16,20 @@ class Entry(Generic[ContextT]):
     """A context in the scheduler, waiting or running."""
 
     context: ContextT
-    key: tuple[int, int]
-    """Sort key: (negative priority, arrival number).
+    sort_key: tuple[int, int]
+    """(negative priority, arrival number).
 
-    Of the entries of one client, the entry with the smallest key is scheduled first, and the entry with the
-    largest key is preempted first.
+    Of the entries of one client, the entry with the smallest sort key is scheduled first, and the entry with
+    the largest sort key is preempted first.
     """
     request_id: str = field(init=False)
     """The request id of the context."""
     client_id: str = field(init=False)
     """The client that sent the request."""
     is_decoding: bool = False
-    """Whether the prompt is computed and the context generates tokens."""
+    """Whether the whole prompt has been computed, so that the context generates tokens."""
     was_admitted: bool = False
+    """Whether the context has ever received a slot."""
     last_selection: int = 0
     """Number of the last call of `StepLimit.select` that returned the entry; 0 if no call returned it."""
 
@@ -37,12 +38,12 @@ class Entry(Generic[ContextT]):
 
     @property
     def is_generating(self) -> bool:
-        """Whether the context still computes tokens. If not, only output such as audio is missing."""
+        """Whether the context still computes tokens. If False, only output such as audio is still to come."""
         return not self.context.generation_status.is_done
 
     @property
-    def num_remaining(self) -> int:
-        """Number of tokens without KV in the cache."""
+    def num_remaining_tokens(self) -> int:
+        """Number of tokens of the context whose KV has not been computed."""
         return self.context.end_idx - self.context.start_idx
 
 
@@ -50,10 +51,10 @@ class Entry(Generic[ContextT]):
 class Batch(Generic[ContextT]):
     """The entries of a step, in the order in which they were added."""
 
-    num_left: int
+    num_unused_tokens: int
     """Unused tokens of the step's budget."""
     num_steps: int = 1
-    """Number of steps in the call of the pipeline. All added contexts have blocks for these steps."""
+    """Number of steps in one call of the pipeline. All added contexts have blocks for these steps."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ class Batch(Generic[ContextT]):
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens that the first forward computes."""
+        """Number of tokens that the first forward computes: the rows of its input."""
         return sum([num_rows(entry.context) for entry in self.entries.values()])
 
     @property
@@ -73,15 +74,15 @@ class Batch(Generic[ContextT]):
         return sum([num_rows(entry.context) for entry in self.entries.values() if entry.is_decoding])
 
     def add(self, entry: Entry[ContextT], rows: int) -> None:
-        """Add an entry that computes ``rows`` tokens."""
+        """Add an entry that computes ``rows`` tokens in the first forward."""
         self.entries[entry.request_id] = entry
         self._rows[entry.request_id] = rows
-        self.num_left -= rows
+        self.num_unused_tokens -= rows
 
     def drop(self, request_id: str) -> None:
         """Remove an entry if it is in the batch."""
         if self.entries.pop(request_id, None) is not None:
-            self.num_left += self._rows.pop(request_id)
+            self.num_unused_tokens += self._rows.pop(request_id)
 
 
 def set_rows(context: InputContext, rows: int) -> None:
@@ -92,9 +93,9 @@ def set_rows(context: InputContext, rows: int) -> None:
 
 
 def splittable_rows(context: InputContext, rows: int, *, may_grow: bool = True) -> int:
-    """Return the number of tokens for a chunk that does not end inside an image.
+    """Return a number of tokens for a chunk that does not end inside an image with bidirectional attention.
 
-    Tokens of an image with bidirectional attention must be computed in one step.
+    All tokens of such an image must be computed in one step.
 
     Args:
         context: the context.
@@ -102,8 +103,8 @@ def splittable_rows(context: InputContext, rows: int, *, may_grow: bool = True) 
         may_grow: whether the result may exceed ``rows`` if the chunk begins with an image.
 
     Returns:
-        The largest valid number up to ``rows``. If this number is 0 and ``may_grow`` is set, the smallest
-        valid number above ``rows``.
+        The largest valid number up to ``rows``. If that is 0 and ``may_grow`` is set, the smallest valid
+        number above ``rows``.
     """
     start = context.start_idx
     num_before = context.boundary_before(start + rows) - start

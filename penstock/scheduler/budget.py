@@ -27,22 +27,34 @@ def check_limits(**limits: int) -> None:
             raise ConfigError(name, f"must be at least 1, was {value}")
 
 
-def decode_rows(num_remaining: int, num_left: int, num_later: int) -> int:
-    """Return the number of tokens of a decoding context: 1, or more if a grammar has appended tokens.
+def decode_rows(num_remaining_tokens: int, num_unused_tokens: int, num_later_contexts: int) -> int:
+    """Return how many tokens of a decoding context a step computes.
+
+    The number is 1, or more if a grammar has appended tokens that have no KV yet.
 
     Args:
-        num_remaining: tokens that the context must compute.
-        num_left: unused tokens of the budget.
-        num_later: number of later decoding contexts in the step. Each of them computes at least one token.
+        num_remaining_tokens: tokens that the context must compute.
+        num_unused_tokens: unused tokens of the budget.
+        num_later_contexts: number of later decoding contexts in the step. Each of them computes at least one
+            token.
     """
-    return min(num_remaining, num_left - num_later)
+    return min(num_remaining_tokens, num_unused_tokens - num_later_contexts)
 
 
-def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_cut: bool) -> int:
-    """Return the number of tokens of a prompt in this step: all remaining tokens, a chunk, or 0."""
-    if num_remaining <= num_left:
-        return num_remaining
-    return num_left if may_cut and num_left >= min_chunk_size else 0
+def prompt_rows(
+    num_remaining_tokens: int, num_unused_tokens: int, min_chunk_size: int, *, may_cut: bool
+) -> int:
+    """Return how many tokens of a prompt a step computes: all remaining tokens, a chunk, or 0.
+
+    Args:
+        num_remaining_tokens: tokens of the prompt that are not computed yet.
+        num_unused_tokens: unused tokens of the budget.
+        min_chunk_size: size of the smallest chunk.
+        may_cut: whether the prompt may be cut into chunks.
+    """
+    if num_remaining_tokens <= num_unused_tokens:
+        return num_remaining_tokens
+    return num_unused_tokens if may_cut and num_unused_tokens >= min_chunk_size else 0
 
 
 def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_size: int) -> int:
@@ -62,7 +74,7 @@ class PromptBudget:
         min_chunk_size: the smallest chunk of a prompt.
         may_cut: whether prompts are cut into chunks. If not, only preempted contexts with more tokens than
             ``max_tokens`` are cut.
-        whole_prompts: whether prompts are never cut. A prompt with more than ``max_tokens`` tokens then runs
+        whole_prompts: whether no context is ever cut. A prompt with more than ``max_tokens`` tokens then runs
             alone in a step.
     """
 
@@ -70,7 +82,7 @@ class PromptBudget:
         self, max_tokens: int, min_chunk_size: int, *, may_cut: bool, whole_prompts: bool = False
     ) -> None:
         self.max_tokens = max_tokens
-        self._min_chunk = min_chunk_size
+        self._min_chunk_size = min_chunk_size
         self._may_cut = may_cut and not whole_prompts
         self._whole_prompts = whole_prompts
 
@@ -78,15 +90,17 @@ class PromptBudget:
         """Return the minimum chunk size of a context's prompt; None if the prompt is not cut."""
         exceeds_budget = context.end_idx > self.max_tokens
         may_cut = self._may_cut or (exceeds_budget and not self._whole_prompts)
-        return self._min_chunk if may_cut else None
+        return self._min_chunk_size if may_cut else None
 
-    def rows(self, context: ContextT, num_remaining: int, batch: Batch[ContextT]) -> int:
-        """Return how many of a prompt's remaining tokens this step computes; 0 if the prompt must wait."""
+    def rows(self, context: ContextT, num_remaining_tokens: int, batch: Batch[ContextT]) -> int:
+        """Return how many of a prompt's remaining tokens a step computes; 0 if the prompt must wait."""
         if self._whole_prompts and not batch.entries:
-            return num_remaining
+            return num_remaining_tokens
         may_cut = self.min_chunk_size_for(context) is not None
-        rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
-        if not 0 < rows < num_remaining:
+        rows = prompt_rows(
+            num_remaining_tokens, batch.num_unused_tokens, self._min_chunk_size, may_cut=may_cut
+        )
+        if not 0 < rows < num_remaining_tokens:
             return rows
         has_prompts = any(not entry.is_decoding for entry in batch.entries.values())
         return splittable_rows(context, rows, may_grow=not has_prompts)
@@ -101,7 +115,7 @@ class PromptBudget:
             context,
             kv,
             max_tokens=context.current_length if self._whole_prompts else self.max_tokens,
-            chunk_size=self._min_chunk if self._may_cut else None,
+            chunk_size=self._min_chunk_size if self._may_cut else None,
         )
 
 

@@ -11,8 +11,8 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _MAX_ROWS_WITH_PROMPT = 4
-"""Maximum number of decoding contexts of each other client in a step with a short prompt. A step with this
-number of contexts takes about as long as a step with one context, because both read the same weights.
+"""Maximum number of decoding contexts of each other client in a step with a short prompt. A step with four
+decoding contexts takes about as long as a step with one, because both read the same weights.
 """
 
 PROMPT_TOKENS_PER_ROW = 4
@@ -40,11 +40,11 @@ class Deferral:
     def select(
         self, decoding: list[Entry[ContextT]], prompt: Entry[ContextT] | None
     ) -> list[Entry[ContextT]]:
-        """Return the entries of `decoding` that run in this step, in their order.
+        """Return the entries of ``decoding`` that run in the next step, in the same order.
 
         Args:
             decoding: all entries that decode, in order.
-            prompt: the prompt that this step computes first; None if the step computes no prompt.
+            prompt: the prompt that the next step computes first; None if the step computes no prompt.
         """
         may_defer, self._has_deferred = not self._has_deferred, False
         if prompt is None or not may_defer:
@@ -55,7 +55,7 @@ class Deferral:
             counts[entry.client_id] += 1
             if entry.client_id == prompt.client_id or counts[entry.client_id] <= _MAX_ROWS_WITH_PROMPT:
                 selected_entries.append(entry)
-        if (len(decoding) - len(selected_entries)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining:
+        if (len(decoding) - len(selected_entries)) * PROMPT_TOKENS_PER_ROW <= prompt.num_remaining_tokens:
             return decoding
         self._has_deferred = True
         return selected_entries

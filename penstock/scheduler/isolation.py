@@ -1,6 +1,6 @@
-"""Fault isolation by bisection: a failed batch runs again in halves until the failing contexts are found.
+"""Fault isolation by bisection: a failed batch runs again in halves until the failing requests are found.
 
-Example: a batch of eight contexts in which c and f fail, from top to bottom::
+Example: a batch of eight contexts (requests) in which c and f fail. The lines are in order of time::
 
     a b c d e f g h   fails
     a b c d           fails
@@ -29,11 +29,11 @@ from penstock.pipelines.core.interfaces import PipelineOutput
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
-FAULT = "the request ended because of an internal error; the server's log shows it"
+FAULT_MESSAGE = "the request ended because of an internal error; the server's log shows it"
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""Number of single contexts that may fail before any part of the batch has run. The search then stops."""
+"""The search stops when this number of contexts have failed one by one and no part of the batch has run."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
@@ -43,14 +43,14 @@ class Isolation(Generic[ContextT, OutputT]):
 
     Args:
         pipeline: executes the batches.
-        is_enabled: whether a failed batch runs again in halves. Otherwise every exception is raised.
+        is_enabled: whether a failed batch runs again in halves. If not, `execute` raises every exception.
     """
 
     def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
         self._is_enabled = is_enabled
-        # number of contexts that failed with an exception other than `PenstockError` since a part of a batch
-        # last succeeded
+        # Number of contexts that failed with an exception other than `PenstockError` since a part of a batch
+        # last ran successfully.
         self._num_faults = 0
 
     def execute(
@@ -64,7 +64,7 @@ class Isolation(Generic[ContextT, OutputT]):
             `RequestFailedError`.
 
         Raises:
-            RankFailedError: a process of the model has ended.
+            RankFailedError: a process of the model has ended or does not respond.
             Exception: isolation is not enabled, this process has reached its limit of private memory, or no
                 part of the batch runs and two or more contexts have failed with an exception other than
                 `PenstockError` since a part of a batch last succeeded. Contexts are unchanged, except those
@@ -83,7 +83,7 @@ class Isolation(Generic[ContextT, OutputT]):
             except Exception as error:
                 self._pipeline.failures.clear()
                 if isinstance(error, RankFailedError):
-                    raise  # no part of the batch can run without the process that has ended
+                    raise  # no part of the batch can run without all processes of the model
                 if private_memory.is_exceeded(error):
                     raise  # smaller parts might run, but later steps would not have enough memory
                 if len(part) > 1:
@@ -112,7 +112,7 @@ def as_failure(error: Exception) -> PenstockError:
     """Return the error that ends a request because of an exception."""
     if isinstance(error, PenstockError):
         return error
-    failure = RequestFailedError(FAULT)
+    failure = RequestFailedError(FAULT_MESSAGE)
     failure.__cause__ = error
     return failure
 

@@ -4,7 +4,7 @@ A step of the scheduler, with batch n running on the device::
 
     advance(n) the contexts of n move past the tokens that n samples, whose ids are not known yet
     batch n + 1     is built: decoding contexts of n, and prompts
-    launch(n + 1)   the device runs it after n
+    launch(n + 1)   the device runs batch n + 1 after batch n
     collect(n)      waits for n, appends its tokens to the contexts, and removes finished contexts
     sample(n + 1)   for the contexts that are still running
 
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _CollectFirstError(Exception):
-    """Raised if the next batch needs blocks of a launched step. That step must then be collected first."""
+    """Raised if the next batch needs blocks of a launched step. The launched step must be collected first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +49,9 @@ class _LaunchedStep(Generic[ContextT]):
 
     step: Any
     batch: ReservedBatch[ContextT]
-    prompts: list[Entry[ContextT]]
+    completed_prompts: list[Entry[ContextT]]
     """Entries whose prompt ends with this step."""
-    sampled: frozenset[str] = frozenset()
+    sampled_ids: frozenset[str] = frozenset()
     """Request ids of the contexts whose tokens the step samples."""
     pending_releases: list[ContextT] = field(default_factory=list)
     """Contexts that have ended. They are released when the step is collected or discarded."""
@@ -82,11 +82,11 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         self._sampled_step: _LaunchedStep[ContextT] | None = None
         """The step that has been sampled but not collected."""
         self._launched_step: _LaunchedStep[ContextT] | None = None
-        """The next step, which has been launched but not sampled; None between two calls of `step`."""
+        """The step that has been launched but not sampled; None between two calls of `step`."""
         self._ending_request_ids: set[str] = set()
         """Request ids of contexts that end with the sampled step."""
         self._runs_without_overlap = False
-        """Whether the next step runs through `Pipeline.execute`, because a launch or its sampling failed."""
+        """Whether the next step runs through `Pipeline.execute`, because a launch or a sampling failed."""
 
     @property
     def has_work(self) -> bool:
@@ -145,13 +145,14 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
     def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
         """Run a batch without recording its duration.
 
-        `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from calls
-        with a few contexts can be wrong for many contexts, and no recorded step would correct the estimate.
+        `StepLimit` also limits overlapped steps, whose durations are not recorded. An estimate from steps
+        without overlap, which have few contexts, can be wrong for many contexts, and no recorded step would
+        correct the estimate.
         """
         return self._run(batch.contexts, batch.num_steps)
 
     def _launch(self, batch: Batch[ContextT]) -> None:
-        """Launch the forward of a batch. If that fails, the next step runs through `Pipeline.execute`."""
+        """Launch the forward of a batch. After a failed launch, the next step runs by `Pipeline.execute`."""
         contexts = batch.contexts
         previous_step = None if self._sampled_step is None else self._sampled_step.step
         try:
@@ -192,13 +193,13 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         return outputs
 
     def _run_again(self, launched: _LaunchedStep[ContextT]) -> dict[str, OutputT]:
-        """Run a failed step again without overlap, with the contexts that are still running."""
-        for entry in launched.prompts:
+        """Run a failed step again without overlap, with its sampled contexts that are still running."""
+        for entry in launched.completed_prompts:
             entry.is_decoding = False
         remaining_contexts = ReservedBatch(
             (request_id, context)
             for request_id, context in launched.batch.items()
-            if request_id in launched.sampled and self._is_still_running(request_id, launched)
+            if request_id in launched.sampled_ids and self._is_still_running(request_id, launched)
         )
         outputs = self._run(remaining_contexts, 1) if remaining_contexts else {}
         self._retire(outputs)
@@ -209,7 +210,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         if self._launched_step is None:
             return
         try:
-            self._launched_step.sampled = frozenset(self._steps.sample(self._launched_step.step))
+            self._launched_step.sampled_ids = frozenset(self._steps.sample(self._launched_step.step))
         except Exception:
             _LOG.debug("a step could not be sampled", exc_info=True)
             self._discard_launched()
@@ -223,12 +224,12 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
             return
         discarded_step, self._launched_step = self._launched_step, None
         self._steps.discard(discarded_step.step)
-        for entry in discarded_step.prompts:
+        for entry in discarded_step.completed_prompts:
             entry.is_decoding = False
         self._release_pending(discarded_step)
 
     def _is_still_running(self, request_id: str, launched: _LaunchedStep[ContextT]) -> bool:
-        """Return whether a context of a launched step is still running (False after a cancellation)."""
+        """Return whether a context of a launched step is still running: not finished, failed or cancelled."""
         entry = self._running.get(request_id)
         return entry is not None and entry.context is launched.batch.get(request_id)
 

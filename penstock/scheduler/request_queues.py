@@ -49,10 +49,10 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._running: dict[str, Entry[ContextT]] = {}
         self._cancelled: deque[str] = deque()
         self.num_preemptions = 0
-        """Number of preemptions since this object was created."""
+        """Number of preemptions since the scheduler was created."""
         self.failures: dict[str, PenstockError] = {}
-        """Errors of failed requests, by request id. The caller of `step` removes an entry (``pop``) when it
-        has reported the error."""
+        """Errors of failed requests, by request id. The caller of `step` removes each error (``pop``) after
+        reporting the error."""
 
     @property
     def kv(self) -> KVCache:
@@ -78,7 +78,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         """Add a context to the queue.
 
         Raises:
-            InputError: the context does not fit even if it is the only context, or its ``request_id`` is in
+            InputError: the context can never run, even if it is the only context, or its ``request_id`` is in
                 use.
         """
         self._prompts.check_fits_alone(context, self._kv)
@@ -93,7 +93,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
 
     @property
     def _generating_entries(self) -> list[Entry[ContextT]]:
-        """Return the running entries that still compute tokens. Only these entries hold blocks."""
+        """The running entries that still compute tokens. Only these entries hold blocks."""
         return [entry for entry in self._running.values() if entry.is_generating]
 
     def _has_slot(self) -> bool:
@@ -113,7 +113,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self.num_preemptions += 1
 
     def _requeue_stale(self) -> None:
-        """Move contexts whose cached keys are invalid back to the queue, with unchanged arrival numbers."""
+        """Move contexts with stale keys (`KVCache.is_stale`) back to the queue. They keep their sort keys."""
         for entry in list(self._running.values()):
             if self._kv.is_stale(entry.context):
                 self._requeue(entry)
@@ -127,7 +127,7 @@ class RequestQueues(Generic[ContextT, OutputT]):
         self._waiting.push(entry)
 
     def _check_collected(self) -> None:
-        """Called before a running context loses its blocks. Subclasses override this method."""
+        """Do nothing. A subclass can raise an exception here before a running context loses its blocks."""
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
         self._remove([entry.request_id])

@@ -24,9 +24,9 @@ OutputT = TypeVar("OutputT", bound=PipelineOutput)
 _SLOT_FREE_STEPS = 64
 """Number of steps for which one slot stays free for other clients after one client holds all other slots."""
 
-_MAX_TIMED_PROMPT = 64
+_MAX_TIMED_PROMPT_TOKENS = 64
 """Maximum number of prompt tokens in a step whose duration is recorded. With more prompt tokens, the duration
-of a step is not proportional to the number of prompt tokens.
+of a step does not grow in proportion to the number of prompt tokens.
 """
 
 
@@ -35,9 +35,9 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     A context is either waiting or running. Contexts are sorted by priority, then by arrival. Each step
     contains all contexts that decode, except those that `Deferral` and `StepLimit` move to a later step.
-    Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, the youngest
-    context of the lowest priority is preempted. It returns to the queue and keeps its arrival number. All its
-    tokens are computed again later.
+    Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, a context of the
+    lowest priority is preempted: the youngest context of the client with the most slots. The preempted
+    context returns to the queue and keeps its arrival number. All its tokens are computed again later.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, contexts of the client
     with the fewest slots are admitted first, and the prompts of the clients are computed in turn. The
@@ -58,15 +58,15 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         max_batch_input_tokens: maximum number of tokens of one step.
         min_chunk_size: smallest chunk of a prompt in tokens. The effective value is smaller if the decoding
             contexts of a full batch leave fewer tokens.
-        enable_chunked_prefill: whether prompts are cut into chunks. Without it a prompt that exceeds the
-            budget is rejected. The only exception is a preempted context that exceeds the budget with its
-            generated tokens, which is cut.
+        enable_chunked_prefill: whether prompts are cut into chunks. If not, a prompt that exceeds the budget
+            is rejected. Only a preempted context is cut, if its prompt and generated tokens exceed the
+            budget.
         whole_prompts: whether prompts are never cut, because the pipeline cannot compute a part of a prompt.
             A prompt that exceeds the budget runs alone in a step.
         ready: returns whether a context can run (its grammar is compiled, its adapter is loaded). Ready
             contexts overtake contexts that are not ready. An exception of ``ready`` ends the request.
-        isolates_faults: whether a failed batch runs again in halves. Without it `step` raises every exception
-            of ``pipeline.execute``.
+        isolates_faults: whether a failed batch runs again in halves. If not, `step` raises every exception of
+            ``pipeline.execute``.
         clock: returns the time in seconds.
     """
 
@@ -99,7 +99,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self._isolation = Isolation(pipeline, is_enabled=isolates_faults)
         self._deferral = Deferral()
         self._clock = clock
-        self._limit = StepLimit(clock)
+        self._step_limit = StepLimit(clock)
         self._slot_free_steps = 0  # remaining steps in which no client may hold all slots
         self.admitted: list[ContextT] = []
         """Contexts that received their first slot in the last step."""
@@ -112,13 +112,13 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
         Args:
             num_steps: maximum number of tokens to generate for each context. `reserve_steps` chooses the
-                number.
+                actual number.
 
         Returns:
             The output of each context that ran, by request id. Finished contexts are removed.
 
         Raises:
-            Exception: ``pipeline.execute`` raised it, and `Isolation.execute` did not isolate it.
+            Exception: ``pipeline.execute`` raised the exception, and `Isolation.execute` did not isolate it.
         """
         self._begin_step()
         batch = self._next_batch(num_steps)
@@ -131,7 +131,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self.admitted.clear()
         self._shares.begin_step()
         if self._shares.is_contended:
-            self._limit.note_contention()
+            self._step_limit.note_contention()
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
 
     def _next_batch(self, num_steps: int) -> Batch[ContextT]:
@@ -146,14 +146,14 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return batch
 
     def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
-        """Run a batch and record its duration, unless it computes a long prompt."""
+        """Run a batch, and record its duration unless it computes more than 64 prompt tokens."""
         decode_rows = batch.num_decode_rows
         prompt_rows = self.last_batch[1] - decode_rows
         start = self._clock()
         outputs = self._run(batch.contexts, batch.num_steps)
-        if prompt_rows <= _MAX_TIMED_PROMPT:
+        if prompt_rows <= _MAX_TIMED_PROMPT_TOKENS:
             seconds = (self._clock() - start) / batch.num_steps
-            self._limit.record(decode_rows + prompt_rows / PROMPT_TOKENS_PER_ROW, seconds)
+            self._step_limit.record(decode_rows + prompt_rows / PROMPT_TOKENS_PER_ROW, seconds)
         return outputs
 
     def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
@@ -176,7 +176,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
         """Add the decoding contexts. If blocks run out, preempt contexts.
 
-        A context that has generated its last token computes no token and needs no blocks.
+        A context that has generated its last token is added, but computes no token and needs no blocks.
         """
         decoding = sorted(self._decoding_entries(), key=_sort_key)
         for entry in (entry for entry in decoding if not entry.is_generating):
@@ -184,13 +184,13 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         decoding = [entry for entry in decoding if entry.is_generating]
         if self._shares.is_contended:
             decoding = self._deferral.select(decoding, self._next_prompt())
-        decoding, batch.num_steps = self._limit.select(decoding, batch.num_steps)
-        num_left = batch.num_left
+        decoding, batch.num_steps = self._step_limit.select(decoding, batch.num_steps)
+        num_unused_tokens = batch.num_unused_tokens
         rows_by_entry = []
-        for num_later, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
-            rows = decode_rows(entry.num_remaining, num_left, num_later)
+        for num_later_contexts, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
+            rows = decode_rows(entry.num_remaining_tokens, num_unused_tokens, num_later_contexts)
             set_rows(entry.context, rows)
-            num_left -= rows
+            num_unused_tokens -= rows
             rows_by_entry.append(rows)
         if self._reserve_all(decoding, batch):
             for entry, rows in zip(decoding, rows_by_entry, strict=True):
@@ -203,7 +203,10 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                 batch.add(entry, rows)
 
     def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
-        """Reserve blocks for all steps of the entries. Return False if there are not enough free blocks."""
+        """Reserve blocks for ``batch.num_steps`` steps, or fewer (`reserve_steps`), and store their number.
+
+        Returns False if the free blocks do not suffice for one step.
+        """
         try:
             batch.num_steps = reserve_steps(self._kv, [entry.context for entry in entries], batch.num_steps)
         except InsufficientBlocksError:
@@ -212,7 +215,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return True
 
     def _next_prompt(self) -> Entry[ContextT] | None:
-        """Return the entry whose prompt the step computes first; None if no prompt can run."""
+        """Return the entry whose prompt the next step computes first; None if no prompt can run."""
         waiting = self._waiting.first_ready(self._is_ready)
         if waiting is not None and not (self._has_slot() and self._has_blocks(waiting)):
             waiting = None
@@ -223,7 +226,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         """Add running and waiting prompts in order, while tokens, slots and blocks suffice."""
         prompts = [entry for entry in self._running.values() if not entry.is_decoding]
         can_admit = True
-        while batch.num_left > 0:
+        while batch.num_unused_tokens > 0:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
             entry = min(prompts, key=self._shares.prompt_key) if prompts else None
             can_admit = can_admit and (self._has_slot() or self._shares.is_contended)
@@ -259,13 +262,12 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self._waiting.remove(entry.request_id)
         self._running[entry.request_id] = entry
         self._shares.add_slot(entry.client_id)
-        if self._shares.is_contended and self._shares.max_running >= self._max_batch_size - 1 > 0:
+        if self._shares.is_contended and self._shares.max_slots >= self._max_batch_size - 1 > 0:
             self._slot_free_steps = _SLOT_FREE_STEPS
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
-        if (
-            entry.was_admitted
-        ):  # after a preemption, cached blocks can be blocks that the context computed itself
+        if entry.was_admitted:
+            # After a preemption, cached blocks can be blocks that the context computed itself.
             context.num_cached_tokens = num_cached
         else:
             entry.was_admitted = True
@@ -273,11 +275,11 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return True
 
     def _make_room(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Return whether a waiting context has a slot and enough blocks. May preempt up to two contexts."""
-        if (
-            self._slot_free_steps
-            and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
-        ):
+        """Return whether a slot and enough blocks are free for a waiting context.
+
+        Preempts up to two contexts if necessary and allowed (`ClientShares.entry_to_preempt`).
+        """
+        if self._slot_free_steps and self._shares.num_slots(entry.client_id) == self._max_batch_size - 1 > 0:
             return False
         if self._has_slot() and self._has_blocks(entry):
             return True
@@ -290,17 +292,17 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         return self._has_blocks(entry)
 
     def _has_blocks(self, entry: Entry[ContextT]) -> bool:
-        """Return whether the cache has blocks for all tokens of a waiting context.
+        """Return whether the cache has free blocks for all tokens of a waiting context.
 
-        One more block must stay free for each running context. Otherwise the new context would soon be
-        preempted. The result is True if no context runs, because no context would then free blocks.
+        In addition, one block must stay free for each running context, so that the new context is not soon
+        preempted. The result is True if no context runs, because waiting would then free no blocks.
         """
         chunk = self._prompts.min_chunk_size_for(entry.context)
         headroom = len(self._running)
         return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
-        rows = self._prompts.rows(entry.context, entry.num_remaining, batch)
+        rows = self._prompts.rows(entry.context, entry.num_remaining_tokens, batch)
         min_rows = min(rows, self._prompts.min_chunk_size_for(entry.context) or rows)
         min_rows = splittable_rows(entry.context, min_rows)
         return self._reserve(entry, rows, min_rows, batch, may_preempt=not batch.entries) if rows else 0
@@ -317,8 +319,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         """Reserve blocks for up to ``rows`` tokens of a running context, and return the number of tokens.
 
         The number is at least ``min_rows``, or 0 if there are not enough free blocks. With ``may_preempt``,
-        other contexts or this context are preempted. If no other context can be preempted, this context ends
-        with the error.
+        other contexts or this context are preempted until the blocks suffice. If no other context holds
+        blocks, this context fails.
         """
         context = entry.context
         while True:
@@ -344,4 +346,4 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                 return 0
 
 
-_sort_key = attrgetter("key")
+_sort_key = attrgetter("sort_key")

@@ -1,4 +1,4 @@
-"""Limits the duration of decode steps while one client with many contexts and other clients send requests."""
+"""Limits the duration of decode steps while one client has many contexts and other clients send requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_FIXED_MULTIPLE = 2
 """Maximum duration of a limited step, as a multiple of `StepTime.fixed_seconds`."""
 
 _MIN_ROWS = 8
-"""Minimum number of rows per client in a limited step. A step with this number of rows takes about as long as
-a step with one row, because both read the same weights.
+"""Minimum number of decode rows per client in a limited step. A step with eight rows takes about as long as a
+step with one row, because both read the same weights.
 """
 
 _DECAY = 0.98
@@ -34,17 +34,17 @@ _MIN_SPREAD = 0.1
 
 
 class StepTime:
-    """Estimates the duration of a step as a fixed time plus a time per row.
+    """Estimates the duration of a step as a fixed time plus a time per decode row (decoded token).
 
     The estimate is a weighted least-squares line through the recorded steps. Older steps have smaller
-    weights. It is updated only if the numbers of rows differ enough to determine the line.
+    weights. The line is updated only if the numbers of rows differ enough to determine it.
     """
 
     def __init__(self) -> None:
         self.fixed_seconds: float | None = None
         """Seconds of a step without rows; None until it is known."""
         self.seconds_per_row = 0.0
-        """Seconds per row."""
+        """Additional seconds per row."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
     def record(self, num_rows: float, seconds: float) -> None:
@@ -66,10 +66,10 @@ class StepTime:
 class StepLimit:
     """Limits the decode rows of a step and the steps of a pipeline call while one client holds many slots.
 
-    A prompt that arrives during a call waits until the call ends. While other clients send requests, calls
+    A prompt that arrives during a call waits until the call ends. While several clients send requests, calls
     are therefore limited if a client has more than `_MIN_ROWS` contexts. A limited step has as many rows as
-    fit into its maximum duration, but at least `_MIN_ROWS` of each client. The contexts of a client take
-    turns.
+    fit into its maximum duration, but at least `_MIN_ROWS` of each client, or all if it has fewer. The
+    contexts of a client take turns.
 
     Args:
         clock: returns the time in seconds.
@@ -77,7 +77,7 @@ class StepLimit:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._time = StepTime()
+        self._step_time = StepTime()
         self._contended_at = float("-inf")
         self._num_selections = 0
 
@@ -87,7 +87,7 @@ class StepLimit:
 
     def record(self, num_rows: float, seconds: float) -> None:
         """Update the estimate with the duration of a step."""
-        self._time.record(num_rows, seconds)
+        self._step_time.record(num_rows, seconds)
 
     def select(self, decoding: list[Entry[ContextT]], num_steps: int) -> tuple[list[Entry[ContextT]], int]:
         """Return the entries of ``decoding`` that run in the next call, in order, and the number of steps.
@@ -96,18 +96,18 @@ class StepLimit:
             decoding: all entries that decode, in order.
             num_steps: the requested number of steps.
         """
-        fixed_seconds, seconds_per_row = self._time.fixed_seconds, self._time.seconds_per_row
+        fixed_seconds, seconds_per_row = self._step_time.fixed_seconds, self._step_time.seconds_per_row
         counts = Counter(entry.client_id for entry in decoding)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
         if fixed_seconds is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:
-            limit = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed_seconds)
-            if fixed_seconds + seconds_per_row * len(decoding) > limit:
+            max_seconds = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed_seconds)
+            if fixed_seconds + seconds_per_row * len(decoding) > max_seconds:
                 decoding = _least_recently_selected(
-                    decoding, counts, int((limit - fixed_seconds) / seconds_per_row)
+                    decoding, counts, int((max_seconds - fixed_seconds) / seconds_per_row)
                 )
-            seconds = fixed_seconds + seconds_per_row * len(decoding)
-            if num_steps * seconds > limit:
-                num_steps = max(1, int(limit / seconds))
+            step_seconds = fixed_seconds + seconds_per_row * len(decoding)
+            if num_steps * step_seconds > max_seconds:
+                num_steps = max(1, int(max_seconds / step_seconds))
         self._num_selections += 1
         for entry in decoding:
             entry.last_selection = self._num_selections
@@ -117,7 +117,7 @@ class StepLimit:
 def _least_recently_selected(
     decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` entries in order, chosen by the longest time since their last selection.
+    """Return about ``num_rows`` entries in order: those whose last selection was longest ago.
 
     Clients get equal shares, but at least `_MIN_ROWS` rows. Rows that a client with few entries does not use
     go to other clients.

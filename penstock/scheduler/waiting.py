@@ -18,10 +18,10 @@ class QueueEntry(Protocol):
     def client_id(self) -> str: ...
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Unique sort key: (negative priority, arrival number).
+    def sort_key(self) -> tuple[int, int]:
+        """(negative priority, arrival number), unique among all entries.
 
-        Of the entries of one client, the entry with the smallest key comes first.
+        Of the entries of one client, the entry with the smallest sort key comes first.
         """
         ...
 
@@ -30,22 +30,22 @@ EntryT = TypeVar("EntryT", bound=QueueEntry)
 _Rank: TypeAlias = tuple[int, ...]
 
 _MAX_OUTDATED = 64
-"""The heap of clients is rebuilt when it has more than this number of items beyond two per client."""
+"""The heap of clients is rebuilt when it has more than two items per client plus this number."""
 
 
 class WaitingQueue(Generic[EntryT]):
-    """A priority queue that returns only ready entries, and checks the other entries again later.
+    """A priority queue that returns only ready entries, and checks entries that are not ready again later.
 
-    Each client has a lane, in which its entries are sorted by key. The queue compares the first entries of
-    all lanes by priority, then by the rank of the client (smallest first), then by age (oldest first).
+    Each client has a lane: a heap of its entries by sort key. The queue compares the first entries of all
+    lanes by priority, then by the rank of the client (smallest first), then by age (oldest first).
 
-    A step checks entries until it has found ``scan_limit`` entries that are not ready. This limits the time
-    of a step with a long queue. Entries that are not ready leave their lane. Each step checks up to
-    ``scan_limit`` of these entries again, in turn.
+    To limit the time of a step with a long queue, a step stops checking lanes after it has found
+    ``scan_limit`` entries that are not ready. Entries that are not ready leave their lane. Each step checks
+    up to ``scan_limit`` of these entries again, in turn.
 
     Args:
-        scan_limit: the maximum number of entries, per step, that are found not ready in their lanes, and of
-            entries that are checked again.
+        scan_limit: per step, the maximum number of entries in lanes that are found not ready, and the maximum
+            number of entries outside lanes that are checked again.
         rank: returns the rank of a client. A rank may increase at any time. After a decrease, call `refresh`.
     """
 
@@ -55,7 +55,7 @@ class WaitingQueue(Generic[EntryT]):
         self._rank = rank
         self._entries: dict[str, EntryT] = {}  # lanes can contain removed entries, which are skipped
         self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # client id -> heap of its entries
-        # Heap of (sort key of the first entry, client id). Outdated keys are never larger than current keys.
+        # Heap of (heap key of the first entry, client id). Outdated keys are never larger than current keys.
         self._heap: list[tuple[_Rank, str]] = []
         self._newest_keys: dict[str, _Rank] = {}  # client id -> its newest key in the heap
         self._not_ready: deque[EntryT] = deque()
@@ -76,11 +76,11 @@ class WaitingQueue(Generic[EntryT]):
         return self._entries.pop(request_id, None)
 
     def refresh(self, client_id: str) -> None:
-        """Update the order after the rank of a client may have decreased."""
+        """Update the position of a client in the order after its rank may have decreased."""
         first_entry = self._first_entry(client_id)
         if first_entry is None:
             return
-        key = self._sort_key(first_entry)
+        key = self._heap_key(first_entry)
         if self._newest_keys.get(client_id) == key:
             return
         self._newest_keys[client_id] = key
@@ -88,13 +88,13 @@ class WaitingQueue(Generic[EntryT]):
         if len(self._heap) > 2 * len(self._lanes) + _MAX_OUTDATED:
             first_entries = ((client, self._first_entry(client)) for client in list(self._lanes))
             self._newest_keys = {
-                client: self._sort_key(entry) for client, entry in first_entries if entry is not None
+                client: self._heap_key(entry) for client, entry in first_entries if entry is not None
             }
             self._heap = [(key, client) for client, key in self._newest_keys.items()]
             heapq.heapify(self._heap)
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
-        """Start a step: check up to ``scan_limit`` of the entries again that were not ready."""
+        """Start a step: check again up to ``scan_limit`` of the entries that were not ready."""
         self._checks_left = self._scan_limit
         for _ in range(min(self._scan_limit, len(self._not_ready))):
             entry = self._not_ready.popleft()
@@ -108,13 +108,13 @@ class WaitingQueue(Generic[EntryT]):
     def first_ready(self, is_ready: Callable[[EntryT], bool]) -> EntryT | None:
         """Return the next ready entry without removing it; None if no checked entry is ready."""
         while self._heap and self._checks_left:
-            sort_key, client_id = self._heap[0]
+            heap_key, client_id = self._heap[0]
             entry = self._first_entry(client_id)
             if entry is None:
                 self._drop_first()
                 continue
-            current_key = self._sort_key(entry)
-            if sort_key != current_key:
+            current_key = self._heap_key(entry)
+            if heap_key != current_key:
                 if self._newest_keys.get(client_id) == current_key:
                     self._drop_first()  # the heap also contains the current key
                     continue
@@ -137,7 +137,7 @@ class WaitingQueue(Generic[EntryT]):
             del self._newest_keys[client_id]
 
     def _enqueue(self, entry: EntryT) -> None:
-        heapq.heappush(self._lanes.setdefault(entry.client_id, []), (entry.key, entry))
+        heapq.heappush(self._lanes.setdefault(entry.client_id, []), (entry.sort_key, entry))
         self.refresh(entry.client_id)
 
     def _first_entry(self, client_id: str) -> EntryT | None:
@@ -152,8 +152,8 @@ class WaitingQueue(Generic[EntryT]):
         del self._lanes[client_id]
         return None
 
-    def _sort_key(self, entry: EntryT) -> _Rank:
-        priority, arrival = entry.key
+    def _heap_key(self, entry: EntryT) -> _Rank:
+        priority, arrival = entry.sort_key
         return (priority, *self._rank(entry.client_id), arrival)
 
     def _contains(self, entry: EntryT) -> bool:

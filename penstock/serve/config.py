@@ -23,29 +23,29 @@ from penstock.config.settings import (
 from penstock.config.sources import collect_values
 from penstock.errors import ConfigError
 
-_SECONDS = Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0)
-_GRACE = Rule("a number of seconds, 0 or more", lambda value: isfinite(value) and value >= 0)
+_POSITIVE_SECONDS = Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0)
+_NON_NEGATIVE_SECONDS = Rule("a number of seconds, 0 or more", lambda value: isfinite(value) and value >= 0)
 _PORT = Rule("a port number, or 0 for any free port", lambda value: 0 <= value <= 65535)
-_GAUGE = re.compile(r"(waiting|running|kv_usage|adapters)=[a-zA-Z_:][a-zA-Z0-9_:]*")
-_GAUGES = Rule(
-    "gauges such as waiting=NAME, with different names; the first word is waiting, running, kv_usage or "
+_GAUGE_PATTERN = re.compile(r"(waiting|running|kv_usage|adapters)=[a-zA-Z_:][a-zA-Z0-9_:]*")
+_GAUGE_NAMES = Rule(
+    "GAUGE=NAME such as waiting=NAME, each GAUGE and NAME only once; GAUGE is waiting, running, kv_usage or "
     "adapters",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(gauge, str) and _GAUGE.fullmatch(gauge) for gauge in value)
+        and all(isinstance(gauge, str) and _GAUGE_PATTERN.fullmatch(gauge) for gauge in value)
         and len({gauge.partition("=")[0] for gauge in value}) == len(value)
         and len({gauge.partition("=")[2] for gauge in value}) == len(value)
     ),
 )
-_HEADER = Rule(
+_HEADER_NAME = Rule(
     "the name of a header", lambda value: bool(value) and all(c.isalnum() or c in "-_" for c in value)
 )
-_TOOL_SERVER = re.compile(r"[A-Za-z0-9][\w.-]{0,63}=https?://[^\s/]\S*", re.ASCII)
+_TOOL_SERVER_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,63}=https?://[^\s/]\S*", re.ASCII)
 _TOOL_SERVERS = Rule(
     "addresses of tool servers such as files=http://127.0.0.1:9000/mcp, with different names",
     lambda value: (
         isinstance(value, tuple)
-        and all(isinstance(server, str) and _TOOL_SERVER.fullmatch(server) for server in value)
+        and all(isinstance(server, str) and _TOOL_SERVER_PATTERN.fullmatch(server) for server in value)
         and len({server.partition("=")[0] for server in value}) == len(value)
     ),
 )
@@ -64,7 +64,7 @@ def _split_at_commas(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Configuration of the server: address, access, limits, parsers, log.
+    """Configuration of the HTTP server.
 
     >>> ServeConfig.from_flat({"port": 0, "api_key": ["one", "two"]}).api_key
     ('one', 'two')
@@ -74,9 +74,11 @@ class ServeConfig:
     """
 
     host: str = setting(
-        "127.0.0.1", TEXT, "Address to listen at; 0.0.0.0 means all addresses of the machine."
+        "127.0.0.1", TEXT, "Address to listen at; 0.0.0.0 means all IPv4 addresses of the machine."
     )
-    port: int = setting(8000, _PORT, "Port to listen at; 0 chooses a free port and prints it.")
+    port: int = setting(
+        8000, _PORT, "Port to listen at; with 0, the server chooses a free port and prints it."
+    )
     api_key: tuple[str, ...] = setting(
         (),
         _WORDS,
@@ -88,54 +90,64 @@ class ServeConfig:
     cors_origins: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "Origin whose pages may call the server, * for any; may be given several times. Default: none.",
+        "Origin whose web pages may call the server (CORS), * for any; may be given several times. "
+        "Default: none.",
         parse=_split_at_commas,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "Host name that requests may use in addition to localhost and the address, such as example.org or "
-        "*.example.org, * for any; may be given several times. Default: any, except at a loopback address "
-        "without an API key.",
+        "Host name that a request's Host header may have in addition to localhost and the value of host, "
+        "such as example.org or *.example.org, * for any; may be given several times. Default: any, or none "
+        "if the server listens at a loopback address without an API key.",
         parse=_split_at_commas,
     )
     max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Maximum size of a request body, in bytes.")
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. The number of array elements and "
-        "object members has the same limit or, if that is higher, the number of token ids in 4 prompts of "
-        "max-length (in max-inputs-per-request prompts if the model does not generate text).",
+        "Maximum number of objects, arrays and keys in a request body. The limit of array elements and "
+        "object members is the same, or the token count of the longest accepted prompts if that is higher.",
     )
-    body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
+    body_timeout: float = setting(
+        60.0, _POSITIVE_SECONDS, "Seconds within which the body of a request must arrive."
+    )
     max_queue_size: int | None = setting(
         None, COUNT, "Maximum number of waiting requests. Default: 4 times max-batch-size, at least 64."
     )
     max_choices_per_request: int | None = setting(
         None,
         COUNT,
-        "Maximum number of choices of a request, n for each prompt. Default: the size of the queue.",
+        "Maximum number of choices of a request: n times the number of prompts. Default: the number of "
+        "requests that may run or wait.",
     )
     request_timeout: float | None = setting(
-        None, _SECONDS, "Seconds within which a request must be answered completely. Default: no limit."
+        None,
+        _POSITIVE_SECONDS,
+        "Seconds within which a request must be answered completely. Default: no limit.",
     )
     stream_timeout: float = setting(
-        300.0, _SECONDS, "Seconds without a new token after which a request is aborted."
+        300.0,
+        _POSITIVE_SECONDS,
+        "Seconds without a new token after which a request is aborted. The wait for the first token is not "
+        "limited.",
     )
     stream_ping: float = setting(
         15.0,
-        _SECONDS,
-        "Seconds without a new token after which a stream sends a comment to keep the connection open.",
+        _POSITIVE_SECONDS,
+        "Seconds without a new token after which the server sends a ping to keep a stream's connection open.",
     )
-    keep_alive: float = setting(120.0, _SECONDS, "Seconds after which an idle connection is closed.")
+    keep_alive: float = setting(120.0, _POSITIVE_SECONDS, "Seconds after which an idle connection is closed.")
     shutdown_grace: float = setting(
-        30.0, _GRACE, "Seconds that running requests have to finish when the server stops."
+        30.0,
+        _NON_NEGATIVE_SECONDS,
+        "Seconds that running requests have to finish after the first signal to stop the server.",
     )
     unknown_fields: str = setting(
         "error",
         one_of("error", "warn"),
         "Treatment of unknown fields in a request: error refuses the request, warn logs and ignores the "
-        "fields.",
+        "field.",
     )
     tool_call_parser: str = setting(
         "auto",
@@ -150,7 +162,7 @@ class ServeConfig:
     reasoning_field: str = setting(
         "both",
         one_of("both", "reasoning", "reasoning_content"),
-        "Field for the model's reasoning in messages and deltas, because clients read different fields.",
+        "Name of the field with the model's reasoning in messages and deltas. Clients read different names.",
     )
     max_inputs_per_request: int = setting(
         2048,
@@ -170,8 +182,8 @@ class ServeConfig:
     hosted_tools: str = setting(
         "skip",
         one_of("skip", "refuse"),
-        "Treatment of hosted tools, such as web_search, in the tools of a request. The server has no hosted "
-        "tools: skip ignores them, refuse refuses the request.",
+        "Treatment of hosted tools, such as web_search, in a request: skip leaves them out, refuse refuses "
+        "the request. The server has no hosted tools.",
     )
     state_dir: str | None = setting(
         None, TEXT, "Folder for state that survives a restart: stored responses, files and batches."
@@ -191,8 +203,8 @@ class ServeConfig:
     mcp_server: tuple[str, ...] = setting(
         (),
         _TOOL_SERVERS,
-        "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL; the Responses API offers "
-        "its tools to the model and calls them. May be given several times.",
+        "A tool server of the Model Context Protocol (streamable HTTP) as NAME=URL. In the Responses API, "
+        "the model can call the tools of the tool server. May be given several times.",
         parse=_split_at_commas,
     )
     mcp_token: tuple[str, ...] = setting(
@@ -203,7 +215,7 @@ class ServeConfig:
         secret=True,
     )
     mcp_timeout: float = setting(
-        60.0, _SECONDS, "Seconds within which a tool server must answer a call or list its tools."
+        60.0, _POSITIVE_SECONDS, "Seconds within which a tool server must answer a call or list its tools."
     )
     mcp_max_turns: int = setting(
         10,
@@ -218,20 +230,20 @@ class ServeConfig:
         "require_approval.",
     )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
-    access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
+    access_log: bool = setting(True, FLAG, "Log a line at the end of a request; for probes at level debug.")
     log_format: str = setting("logfmt", one_of("logfmt", "json"), "Format of the log lines.")
     log_level: str = setting(
         "info", one_of("debug", "info", "warning", "error"), "Minimum level of log lines."
     )
     watchdog_timeout: float = setting(
         30.0,
-        _SECONDS,
+        _POSITIVE_SECONDS,
         "Seconds without a finished step after which an error is logged, while requests are outstanding.",
     )
     worker_timeout: float = setting(
         20.0,
-        _SECONDS,
-        "Seconds without progress after which the worker is restarted. A long step counts as progress.",
+        _POSITIVE_SECONDS,
+        "Seconds without progress after which the worker is restarted. Progress within a step counts.",
     )
     worker_memory_limit: int | None = setting(
         None,
@@ -244,12 +256,12 @@ class ServeConfig:
     model_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Host memory for all loaded models of a server with several models. Default: the part of the free "
-        "memory that device-memory-utilization sets.",
+        "Host memory for all loaded models of a server with several models. Default: the fraction "
+        "device-memory-utilization of the free memory.",
     )
     router_gauge: tuple[str, ...] = setting(
         (),
-        _GAUGES,
+        _GAUGE_NAMES,
         "An additional name for a gauge in /metrics, for routers that expect this name, such as "
         "waiting=vllm:num_requests_waiting. The gauges are waiting, running, kv_usage and adapters. May be "
         "given several times.",
@@ -266,7 +278,7 @@ class ServeConfig:
     )
     session_header: str = setting(
         "x-session-id",
-        _HEADER,
+        _HEADER_NAME,
         "Header of a request that names its session. With several workers, the requests of a session go to "
         "one worker. Without the header, the field user of the body is the session.",
     )
@@ -274,7 +286,7 @@ class ServeConfig:
         None, TEXT, "URL to send OpenTelemetry spans to, by OTLP over HTTP. Default: no spans."
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Flat name -> source of the value, for fields that were set."""
+    """Setting name -> source of its value, such as a file. Contains only settings with a given value."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -291,7 +303,12 @@ class ServeConfig:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> ServeConfig:
-        """Return the configuration for a mapping of flat name -> value, as `PipelineConfig.from_flat` does.
+        """Return the configuration for a mapping of setting name -> value.
+
+        Args:
+            values: the given values.
+            source: the source of the values, for error messages and `sources`.
+            environment: environment variables, which may contain further values.
 
         Raises:
             ConfigError: a name is unknown, or a value is invalid.
@@ -300,9 +317,12 @@ class ServeConfig:
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
-        """Return the configuration for a mapping of flat name -> (converted value, source).
+        """Return the configuration for a mapping of setting name -> (converted value, source).
 
-        Names of settings of other configuration classes are ignored.
+        Ignores names that are not settings of `ServeConfig`.
+
+        Raises:
+            ConfigError: a value is invalid.
         """
         settings = {field.name: given[field.name] for field in serve_fields() if field.name in given}
         values: dict[str, Any] = {name: value for name, (value, _) in settings.items()}

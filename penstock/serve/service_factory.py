@@ -30,15 +30,17 @@ def build_services(
     tokenizer: TextTokenizer,
     sibling: Services | None = None,
 ) -> Services:
-    """Return the services of a model in a server. A new gate is closed. The worker may still be starting.
+    """Return the services of a model in a server. The worker may still be starting.
+
+    Without a sibling, the services have a new gate, which is closed.
 
     Args:
         config: the configuration of the server.
         pipeline_config: the configuration of the model.
         worker: the engine client of the model.
         tokenizer: the tokenizer of the model.
-        sibling: the services of another model of the same server. Both share everything that does not depend
-            on the model: gate, metrics, traces, thread pools, and the state of routes.
+        sibling: the services of another model of the same server. The new services share with them what does
+            not depend on the model, such as gate, metrics, traces, thread pools, and the state of routes.
     """
     if sibling is not None:
         sibling.metrics.add_engine(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)
@@ -76,7 +78,7 @@ def _parsers(config: ServeConfig, tokenizer: TextTokenizer) -> ParserFactory:
 
 
 async def close_services(services: Services) -> None:
-    """Close thread pools, processes and files. The worker must have stopped."""
+    """Close tokenizer, route states, thread pools, JSON decoders and traces. The worker must have stopped."""
     if services.tokenizer.reads_images:
         services.images.close()
     await asyncio.to_thread(services.tokenizer.close)

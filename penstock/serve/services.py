@@ -39,20 +39,17 @@ class Closable(Protocol):
 State = TypeVar("State", bound=Closable)
 
 LARGE_BODY_BYTES = 512 * 1024
-"""A body with more bytes counts as large. The longest prompts of most models are shorter."""
-
-
+"""A body with more bytes counts as large. The longest prompts of most models have fewer bytes."""
 _MAX_LARGE_BODIES = 8
 _MAX_WARNINGS = 1000
-
 _MAX_TOKEN_ID_PROMPTS = 4
 
 
 class LargeBodyLimiter:
-    """Limits the number of large request bodies in memory. A single thread processes them one by one."""
+    """Limits the number of large request bodies in memory, because a single thread processes large bodies."""
 
     def __init__(self, limit: int = _MAX_LARGE_BODIES) -> None:
-        self._limit = limit
+        self._max_active = limit
         self.num_active = 0
 
     def acquire(self) -> None:
@@ -61,10 +58,10 @@ class LargeBodyLimiter:
         Raises:
             OverloadedError: all slots are taken.
         """
-        if self.num_active >= self._limit:
+        if self.num_active >= self._max_active:
             raise OverloadedError(
                 f"{self.num_active} requests with bodies of more than {LARGE_BODY_BYTES // 1024} KiB are "
-                "being read already: try again later",
+                "being processed already: try again later",
                 retry_after=5,
             )
         self.num_active += 1
@@ -76,21 +73,21 @@ class LargeBodyLimiter:
 
 
 class RouteStates:
-    """The state of route families, by type; created on first use."""
+    """The states of route families, by type. A state is created on first use."""
 
     def __init__(self) -> None:
         self._states: dict[type, Closable] = {}
 
-    def get_or_make(self, kind: type[State], make: Callable[[], State]) -> State:
-        """Return the state of this type. The first call creates it."""
-        if kind not in self._states:
-            self._states[kind] = make()
-        return self.of(kind)
+    def get_or_make(self, state_type: type[State], make: Callable[[], State]) -> State:
+        """Return the state of this type. The first call creates the state with `make`."""
+        if state_type not in self._states:
+            self._states[state_type] = make()
+        return self.of(state_type)
 
-    def of(self, kind: type[State]) -> State:
+    def of(self, state_type: type[State]) -> State:
         """Return the state of this type, which must exist."""
-        state = self._states[kind]
-        assert isinstance(state, kind)
+        state = self._states[state_type]
+        assert isinstance(state, state_type)
         return state
 
     def close(self) -> None:
@@ -101,7 +98,7 @@ class RouteStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The objects that the routes use. They are created once at the start and never replaced."""
+    """The objects that the routes use for one model."""
 
     config: ServeConfig
     pipeline_config: PipelineConfig
@@ -113,16 +110,16 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs the same work for large bodies, which takes seconds and would delay other requests in `pool`."""
+    """Runs tokenization, templates and schemas of large bodies, which take seconds."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
-    """Decodes bodies that would block the event loop for too long."""
+    """Decodes bodies that are not large but would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
-    """Decodes large bodies. Its low priority leaves the cores to the model."""
+    """Decodes large bodies in a process of low priority, which leaves the CPU cores to the model."""
     large_bodies: LargeBodyLimiter = field(default_factory=LargeBodyLimiter)
     parsers: ParserFactory
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
     gate: Gate = field(default_factory=Gate)
-    """Whether the server accepts requests, and how many it is serving."""
+    """Tracks whether the server accepts requests, and counts the active requests."""
     tracing: Tracing | None = None
     task: PipelineTask = PipelineTask.TEXT_GENERATION
     """The task that the model is loaded for."""
@@ -131,12 +128,15 @@ class Services:
     logged_warnings: set[str] = field(default_factory=set)
     """The warnings that `warn_once` has logged."""
     encoding_turns: EncodingTurns = field(default_factory=EncodingTurns)
-    """Serialises the encoding of long responses, so that the event loop runs between two slices."""
+    """Lets one long response at a time be encoded on the event loop."""
 
     def warn_once(self, warnings: Iterable[str]) -> None:
         """Log a warning for each requested feature that the server skips.
 
         Logs the same text only once, and at most `_MAX_WARNINGS` different texts.
+
+        Args:
+            warnings: texts that complete "a request has ...".
         """
         for warning in warnings:
             if warning not in self.logged_warnings and len(self.logged_warnings) < _MAX_WARNINGS:
@@ -144,17 +144,20 @@ class Services:
                 self.log.warning("a request has %s; it is skipped, and not reported again", warning)
 
     def fragments_for(self, body: GenerationBody) -> TokenFragments:
-        """Return the JSON fragments of tokens: their texts, or ids with ``return_tokens_as_token_ids``."""
+        """Return the JSON texts of tokens for log probabilities.
+
+        They contain the texts of the tokens, or token ids if the body sets ``return_tokens_as_token_ids``.
+        """
         return self.token_id_fragments if body.return_tokens_as_token_ids else self.token_fragments
 
     @cached_property
     def token_fragments(self) -> TokenFragments:
-        """The model's tokens as JSON, for log probabilities."""
+        """The JSON texts of the model's tokens, for log probabilities."""
         return TokenFragments(self.tokenizer)
 
     @cached_property
     def token_id_fragments(self) -> TokenFragments:
-        """The model's token ids as JSON, for log probabilities."""
+        """The JSON texts of the model's token ids, for log probabilities."""
         return TokenFragments(self.tokenizer, as_ids=True)
 
     def pool_for(self, num_bytes: int) -> ThreadPoolExecutor:
@@ -169,14 +172,14 @@ class Services:
     def json_limits(self) -> tuple[int, int]:
         """Limits for a JSON body: (number of objects, arrays and keys; number of elements and members).
 
-        Token ids need less memory than other values. The second limit is therefore high enough for four
-        prompts of token ids, or for all inputs of a request to an embeddings model, if the maximum length is
-        known.
+        Token ids need less memory than other values. If the maximum prompt length is known, the second limit
+        is therefore high enough for four prompts of token ids, or for ``max_inputs_per_request`` inputs if
+        the task is not text generation.
         """
         max_values, max_length = self.config.max_json_values, self.tokenizer.max_length
         is_text = self.task is PipelineTask.TEXT_GENERATION
-        count = _MAX_TOKEN_ID_PROMPTS if is_text else self.config.max_inputs_per_request
-        return max_values, max(max_values, count * (max_length or 0))
+        num_prompts = _MAX_TOKEN_ID_PROMPTS if is_text else self.config.max_inputs_per_request
+        return max_values, max(max_values, num_prompts * (max_length or 0))
 
     @classmethod
     def of(cls, request: Request) -> Services:

@@ -25,13 +25,13 @@ from penstock.text.speech_tokenizer import SpeechTokenizer
 from penstock.text.tokenizer import TextTokenizer
 from penstock.worker.engine_client import EngineClient
 
-_NUM_TOKENS = 3
+_NUM_NEW_TOKENS = 3
 _INPUT_LENGTHS = (2, 64)
-"""Numbers of tokens of the warm-up inputs of an embeddings model."""
+"""Lengths of the warm-up inputs of an embeddings model, in tokens."""
 
 
 async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: PipelineTask) -> None:
-    """Run short requests of a task. Does nothing for a task that another package registers.
+    """Run short requests: text generation, embeddings or speech. Does nothing for other tasks.
 
     Raises:
         PenstockError: a request failed. Requests of users would fail too.
@@ -45,24 +45,26 @@ async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: Pi
 
 
 async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:
-    """Run a short request of each kind: greedy, sampled, with penalties and log probabilities.
+    """Run three short requests: one greedy, one sampled, one with a penalty and log probabilities.
 
     Raises:
         PenstockError: a request failed. Requests of users would fail too.
     """
-    await asyncio.gather(*(_run(worker, context) for context in _contexts(tokenizer)))
+    await asyncio.gather(*(_run(worker, context) for context in _warm_up_contexts(tokenizer)))
 
 
-def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
+def _warm_up_contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
     warm_up_params = {
-        "greedy": (SamplingParams(max_new_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True), 0),
+        "greedy": (SamplingParams(max_new_tokens=_NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True), 0),
         "sampled": (
-            SamplingParams(max_new_tokens=_NUM_TOKENS, temperature=1.0, top_p=0.9, top_k=50, ignore_eos=True),
+            SamplingParams(
+                max_new_tokens=_NUM_NEW_TOKENS, temperature=1.0, top_p=0.9, top_k=50, ignore_eos=True
+            ),
             0,
         ),
         "reported": (
             SamplingParams(
-                max_new_tokens=_NUM_TOKENS, temperature=1.0, frequency_penalty=0.5, ignore_eos=True
+                max_new_tokens=_NUM_NEW_TOKENS, temperature=1.0, frequency_penalty=0.5, ignore_eos=True
             ),
             1,
         ),
@@ -105,12 +107,12 @@ async def warm_up_speech(worker: EngineClient, tokenizer: SpeechTokenizer) -> No
 
 
 async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> None:
-    """Run a request with a grammar. This can take long, so the server does not wait for it.
+    """Run a short request with a grammar.
 
     Raises:
         PenstockError: the request failed.
     """
-    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # the grammar may end the output earlier
+    params = SamplingParams(max_new_tokens=_NUM_NEW_TOKENS)  # the grammar may end the output earlier
     grammar = Grammar("json_object")
     request = TokenGeneratorRequest(
         "warm-up-grammar", 0, "", prompt=[0], sampling_params=params, grammar=grammar

@@ -29,7 +29,7 @@ RESERVED_OPTIONS = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
-"""Arguments of transformers' ``apply_chat_template`` that are not variables of the template."""
+"""Parameters of transformers' ``apply_chat_template`` that options for the template cannot set."""
 
 
 class ChatTemplate:
@@ -54,7 +54,8 @@ class ChatTemplate:
         """Read the template file of ``--chat-template``: Jinja text, or a JSON object with ``chat_template``.
 
         Raises:
-            ConfigError: the file cannot be read or is neither, or a template has a syntax error.
+            ConfigError: the file cannot be read, a JSON file has no ``chat_template``, or a template has a
+                syntax error or is nested too deeply.
         """
         sources = _read_template_option(path)
         template = cls(sources, special_tokens, path)
@@ -82,8 +83,8 @@ class ChatTemplate:
                 model continues.
 
         Raises:
-            InputError: an argument is invalid, no template fits, or the template raised an error, whose
-                message is included.
+            InputError: an argument is invalid, the checkpoint has no default template, or the template raised
+                an error, whose message is included.
             CheckpointError: the template has a syntax error, or is nested too deeply.
         """
         _check_messages(messages)
@@ -112,31 +113,31 @@ class ChatTemplate:
         """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
         If the template does not support lists of parts, and no message has an image, the parts are joined by
-        newlines. If it supports only lists, text becomes a list with one part. With `reads_images` a part may
-        be an image.
+        newlines. If the template supports only lists, text becomes a list with one part. If `reads_images` is
+        set, a part may be an image.
 
         Raises:
             UnsupportedFeatureError: a part is neither text nor an image that the model reads.
             InputError: see `render`.
         """
         _check_messages(messages)
-        has_parts = [_has_parts(message, reads_images=self.reads_images) for message in messages]
+        part_flags = [_has_parts(message, reads_images=self.reads_images) for message in messages]
         has_images = any(map(_has_images, messages))
         if self.needs_parts:
             messages = [
-                message if parts else _with_single_part(message)
-                for message, parts in zip(messages, has_parts, strict=True)
+                message if has_parts else _with_single_part(message)
+                for message, has_parts in zip(messages, part_flags, strict=True)
             ]
-        elif any(has_parts) and not has_images and not self.takes_parts:
+        elif any(part_flags) and not has_images and not self.takes_parts:
             messages = [
-                _with_joined_parts(message) if parts else message
-                for message, parts in zip(messages, has_parts, strict=True)
+                _with_joined_parts(message) if has_parts else message
+                for message, has_parts in zip(messages, part_flags, strict=True)
             ]
         return self.render(messages, tools, options)
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template supports content that is a list of text parts. Most support only strings."""
+        """Whether the template supports content that is a list of text parts, not only strings."""
         part = {"type": "text", "text": "Dear reader"}
         try:
             text_without_parts = self.render([{"role": "user", "content": part["text"]}])
@@ -171,7 +172,7 @@ class ChatTemplate:
         return True
 
     def mentions(self, word: str) -> bool:
-        """Return whether the source of any template contains the word."""
+        """Return whether the source of any template contains ``word`` as a whole word."""
         pattern = re.compile(rf"\b{re.escape(word)}\b")
         return any(pattern.search(source) for source in self.sources.values())
 
@@ -197,11 +198,11 @@ class ChatTemplate:
 
 
 def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
-    """Return name -> Jinja text of a checkpoint's templates. Files override tokenizer_config.json."""
+    """Return name -> Jinja text of a checkpoint's templates. Jinja files override ``tokenizer_config``."""
     sources = _templates_by_name(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
-    default = checkpoint / "chat_template.jinja"
-    if default.is_file():
-        sources["default"] = _read_template(default)
+    default_file = checkpoint / "chat_template.jinja"
+    if default_file.is_file():
+        sources["default"] = _read_template(default_file)
     for path in sorted((checkpoint / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = _read_template(path)
     return sources
@@ -261,22 +262,24 @@ def _check_tools(tools: Sequence[Mapping[str, object]] | None) -> None:
 
 
 def _has_parts(message: Message, *, reads_images: bool = False) -> bool:
-    """Return whether the content is a list of text parts and images; raise for a list with other parts."""
+    """Return whether the content of a message is a list of parts. Raise `InputError` for invalid parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return False
     if not isinstance(content, list):
         raise InputError(f"a message's content is text or a list of parts, not {type(content).__name__}")
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if (kind == "text" and isinstance(part.get("text"), str)) or (kind == "image" and reads_images):
+        part_type = part.get("type") if isinstance(part, Mapping) else None
+        if part_type == "text" and isinstance(part.get("text"), str):
             continue
-        if not isinstance(kind, str) or kind == "text":
+        if part_type == "image" and reads_images:
+            continue
+        if not isinstance(part_type, str) or part_type == "text":
             raise InputError(
                 f'a part of a message is {part!r}: a text part is {{"type": "text", "text": "..."}}'
             )
         raise UnsupportedFeatureError(
-            f"content of type {kind}",
+            f"content of type {part_type}",
             f"this model reads {'text and images' if reads_images else 'text'} only",
         )
     return True
@@ -312,15 +315,13 @@ def _checked_variables(options: Mapping[str, object] | None) -> dict[str, object
     return {"documents": None, "add_generation_prompt": True, **variables}
 
 
-# No known template changes these characters. A space is appended after them. Its absence in the rendered text
-# shows that the template strips content.
+# No known template changes these characters. A space follows the mark in the content. If the rendered text
+# lacks this space, the template strips content.
 _END_MARK = "⟦⁂⟧⟦⁂⟧"
 
 
 def _with_content(message: Message) -> Message:
-    """Return the message with None as content replaced by "". Templates would print None as text or raise an
-    error.
-    """
+    """Return the message with "" instead of the content None, which templates would print or refuse."""
     if "content" in message and message["content"] is None:
         return {**message, "content": ""}
     return message
@@ -341,6 +342,7 @@ def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
 
 
 def _cut_at_end_mark(text: str) -> str:
+    """Return the text before `_END_MARK`, without white space at its end if the template strips content."""
     end = text.rfind(_END_MARK)
     if end < 0:
         raise InputError(

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from penstock.pipelines.core import TextContext, TextGenerationStatus
 from penstock.text.detokenizer import TokenDecoder, delta_text
 
-_NUM_PRECEDING = 64
-"""Number of preceding tokens to store, because the text of a token depends on a few visible tokens before it.
+_MAX_PRECEDING_TOKENS = 64
+"""Maximum number of preceding tokens in a delta.
+
+The text of a token depends only on a few visible tokens before it.
 """
-_STATE = "_decode_state"
+_STATE_ATTRIBUTE = "_decode_state"  # the attribute of a context that stores its `_DecodeState`
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class TokenDelta:
     ids: list[int]
     preceding_ids: list[int]
     """The last tokens of the same text before ``ids``."""
-    prompt: list[int]
+    prompt_ids: list[int]
     """The last tokens of the prompt before the text; empty without a prompt."""
     is_last: bool
     """Whether the text ends with this delta."""
@@ -33,7 +35,7 @@ class TokenDelta:
         """
         return delta_text(
             tokenizer,
-            self.prompt,
+            self.prompt_ids,
             self.preceding_ids,
             self.ids,
             skip_special_tokens=skip_special_tokens,
@@ -51,36 +53,39 @@ class _DecodeState:
     generated_position: int = 0
     """Number of generated tokens before the next call's tokens."""
     had_all_generated: bool = False
-    """Whether the last call passed all generated tokens."""
+    """Whether the last call passed all generated tokens, at least two."""
     separate_ids: list[int] = field(default_factory=list)
     separate_position: int = 0
     """Number of ``separate_ids`` before the next call's tokens."""
     was_passed_at_once: bool = False
-    """Whether one call passed all of ``separate_ids``."""
+    """Whether one call passed all of ``separate_ids``, at least two."""
 
 
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    This function must be called in the order in which the tokens are decoded. It searches ``ids`` in the
-    generated tokens of the context: after the tokens of the last call, then at the end, then at the
-    beginning. If ``ids`` are not found, they continue the separate text. The separate text restarts if
-    ``ids`` begin with ``bos``, the begin-of-sequence token, or if a call passes all of the separate text
-    again.
+    Calls must have the order of the tokens; threads can decode the deltas later. This function searches
+    ``ids`` in the generated tokens of the context: after the tokens of the last call, then at the end, then
+    at the beginning. If the last call passed all generated tokens, it searches at the beginning before the
+    end. If ``ids`` are not found, they continue the separate text.
+
+    The separate text restarts in three cases: ``ids`` begin with ``bos``, the begin-of-sequence token;
+    ``ids`` repeat the whole separate text; or one call has passed the whole separate text, and ``ids`` repeat
+    its beginning.
     """
-    state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
+    state: _DecodeState = vars(context).setdefault(_STATE_ATTRIBUTE, _DecodeState())
     start = _position_in_generated(context, state, ids)
     if start is None:
         return _separate_text_delta(state, ids, bos)
     generated_tokens = context.generated_tokens
     end = state.generated_position = start + len(ids)
     state.had_all_generated = len(ids) == len(generated_tokens) > 1
-    num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
+    num_optional = context.status is TextGenerationStatus.END_OF_SEQUENCE  # callers may omit the last token
     return TokenDelta(
         ids,
-        preceding_ids=generated_tokens[max(0, start - _NUM_PRECEDING) : start].tolist(),
-        prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
-        is_last=context.is_done and end >= len(generated_tokens) - num_hidden,
+        preceding_ids=generated_tokens[max(0, start - _MAX_PRECEDING_TOKENS) : start].tolist(),
+        prompt_ids=context.prompt_tokens[-_MAX_PRECEDING_TOKENS:].tolist(),
+        is_last=context.is_done and end >= len(generated_tokens) - num_optional,
     )
 
 
@@ -107,11 +112,15 @@ def _separate_text_delta(state: _DecodeState, ids: list[int], bos: int | None) -
     )
     state.separate_ids, state.separate_position = separate_ids, start + len(ids)
     return TokenDelta(
-        ids, preceding_ids=separate_ids[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False
+        ids,
+        preceding_ids=separate_ids[max(0, start - _MAX_PRECEDING_TOKENS) : start],
+        prompt_ids=[],
+        is_last=False,
     )
 
 
 def _is_restart(state: _DecodeState, ids: Sequence[int]) -> bool:
+    """Return whether ``ids`` repeat the separate text from its beginning (see `next_delta`)."""
     is_whole = state.was_passed_at_once or len(ids) == len(state.separate_ids) > 1
     return (
         is_whole

@@ -32,7 +32,9 @@ class TokenDecoder(Protocol):
         """Return whether decoding includes this token."""
         ...
 
-    def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        ...
 
 
 class Detokenizer:
@@ -40,8 +42,9 @@ class Detokenizer:
 
     The concatenated results of `append` and `finish` equal `text_after_prompt` of the prompt and all ids, up
     to the first stop string. The first stop string is the stop string that ends first. If several stop
-    strings end there, it is the longest. Text is held back while later tokens can change it, and while it can
-    be the beginning of a stop string. With ``keeps_stop`` the text includes the stop string.
+    strings end at the same position, it is the longest of them. Text is held back while later tokens can
+    change it, and while it can be the beginning of a stop string. With ``keeps_stop`` the text includes the
+    stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -61,9 +64,9 @@ class Detokenizer:
         keeps_stop: bool = False,
     ) -> None:
         self._keeps_stop = keeps_stop
-        self.stop_match: str | None = None
+        self.stop_match: str | None = None  # the stop string that ended the text
         self.num_tokens = 0  # appended tokens, up to and including the token that completed a stop string
-        self._stream = _IncrementalDecoder(tokenizer, prompt, skip_special_tokens)
+        self._decoder = _IncrementalDecoder(tokenizer, prompt, skip_special_tokens)
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._stops = tuple(filter(None, self._stops))  # an empty stop string would match immediately
         self._stop_bytes = tuple(stop.encode(errors="replace") for stop in self._stops)
@@ -90,7 +93,7 @@ class Detokenizer:
         self._is_finished = True
         if self.stop_match is not None:
             return ""
-        text = self._release(self._stream.finish())
+        text = self._release(self._decoder.finish())
         held_text, self._held_text = self._held_text, ""
         return self._record(text + held_text)
 
@@ -98,7 +101,7 @@ class Detokenizer:
         if self.stop_match is not None:
             return ""
         self.num_tokens += 1
-        text = self._release(self._stream.push(token_id))
+        text = self._release(self._decoder.push(token_id))
         return text if self.stop_match is not None else text + self._stop_in_byte_run()
 
     def _release(self, text: str) -> str:
@@ -111,7 +114,7 @@ class Detokenizer:
             start, self.stop_match = match
             self._held_text = ""
             return text[: start + len(self.stop_match) * self._keeps_stop]
-        release_length = len(text) - _open_suffix(text, self._stops)
+        release_length = len(text) - _open_suffix_length(text, self._stops)
         self._held_text = text[release_length:]
         return text[:release_length]
 
@@ -120,15 +123,15 @@ class Detokenizer:
 
         The text of consecutive byte tokens is not final, but a stop string in it must match immediately.
         """
-        run = self._stream.byte_run
+        run = self._decoder.byte_run
         if not run or not self._stops:
             return ""
         tail = self._held_text.encode() + run[-max(map(len, self._stop_bytes)) :]
         if not tail.endswith(self._stop_bytes):
             return ""
         # `tail` cannot be used, because decoders may strip its leading space
-        text = self._held_text + self._stream.peek()
-        return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
+        text = self._held_text + self._decoder.peek()
+        return "" if _first_stop(text, self._stops) is None else self._release(self._decoder.finish())
 
     def _record(self, text: str) -> str:
         if text:
@@ -147,8 +150,8 @@ class _IncrementalDecoder:
     def __init__(self, tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._bytes = tokenizer.byte_tokens
-        self._window = _context(tokenizer, prompt)
+        self._byte_tokens = tokenizer.byte_tokens
+        self._window = _decoding_context(tokenizer, prompt)
         # Bytes of the byte tokens at the end of the window, without complete characters of the prompt; empty
         # if they are not UTF-8.
         self.byte_run = bytearray()
@@ -158,20 +161,23 @@ class _IncrementalDecoder:
         self._num_returned = 0
         if self._window:
             self._num_returned = len(prompt_text(tokenizer, self._window))
-            for token_id in self._window[len(self._window) - _num_bytes_at_end(tokenizer, self._window) :]:
-                self._extend_run(self._bytes[token_id])
+            for token_id in self._window[
+                len(self._window) - _num_byte_tokens_at_end(tokenizer, self._window) :
+            ]:
+                self._extend_run(self._byte_tokens[token_id])
             if self._utf8 is not None:
                 # Complete characters belong to the prompt, in which stop strings do not match.
                 del self.byte_run[: len(self.byte_run) - len(self._utf8.getstate()[0])]
 
     def push(self, token_id: int) -> str:
+        """Add a token and return the text that has become final."""
         # A skipped token must not be the context. Otherwise the next token would be decoded as the first
         # token of a text.
         if not self._tokenizer.is_visible(token_id, self._skip_special_tokens):
             return ""
         self._window.append(token_id)
-        if token_id in self._bytes:
-            self._extend_run(self._bytes[token_id])
+        if token_id in self._byte_tokens:
+            self._extend_run(self._byte_tokens[token_id])
             return ""
         if self._utf8 is None or self.byte_run:
             self._utf8 = _UTF8()
@@ -179,6 +185,7 @@ class _IncrementalDecoder:
         return self._commit_text()
 
     def finish(self) -> str:
+        """Return the text of the window that has not been returned, including an incomplete character."""
         text = self._decode()
         new_text, self._num_returned = text[self._num_returned :], len(text)
         return new_text
@@ -202,19 +209,20 @@ class _IncrementalDecoder:
     def _commit_text(self) -> str:
         text = self._decode()
         # In byte-level vocabularies, the last U+FFFD can be a character that later tokens complete.
-        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and not self._bytes
+        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and not self._byte_tokens
         num_final = len(text) - is_open
         new_text = text[self._num_returned : num_final]
         self._num_returned = num_final
         if not is_open:
             self._shrink(1)
         elif len(self._window) > 4 * _OPEN_CHARACTER_WINDOW:
-            self._shrink(_OPEN_CHARACTER_WINDOW, open_characters=1)
+            self._shrink(_OPEN_CHARACTER_WINDOW, num_open_characters=1)
         return new_text
 
-    def _shrink(self, size: int, open_characters: int = 0) -> None:
-        del self._window[:-size]
-        self._num_returned = len(self._decode()) - open_characters
+    def _shrink(self, num_tokens: int, num_open_characters: int = 0) -> None:
+        """Keep the last tokens of the window. Their last open characters have not been returned."""
+        del self._window[:-num_tokens]
+        self._num_returned = len(self._decode()) - num_open_characters
 
     def _decode(self) -> str:
         return self._tokenizer.decode_ids(self._window, self._skip_special_tokens)
@@ -228,7 +236,7 @@ def text_after_prompt(
     Decoding ``ids`` alone would drop the leading space of the output's first word. If the prompt ends with
     a special token, ``ids`` are nevertheless decoded as the beginning of a text.
     """
-    context = _context(tokenizer, prompt)
+    context = _decoding_context(tokenizer, prompt)
     start = len(prompt_text(tokenizer, context)) if context else 0
     return tokenizer.decode_ids([*context, *ids], skip_special_tokens)[start:]
 
@@ -244,18 +252,18 @@ def delta_text(
 ) -> str:
     """Return the text that ``ids`` add after ``prompt`` and ``preceding_ids``.
 
-    For every division of a text into deltas, the concatenated results equal its `text_after_prompt` if the
-    last call has ``is_last``.
-    Without ``is_last``, an incomplete character at the end belongs to the next delta.
+    For every division of a text into deltas, the concatenated results equal `text_after_prompt` of the whole
+    text if the last call has ``is_last``. Without ``is_last``, an incomplete character at the end belongs to
+    the next delta.
 
-    The results differ in one case: a character of consecutive byte tokens is returned before a later byte
-    makes these tokens invalid UTF-8. Later deltas then have fewer U+FFFD.
+    The results differ from `text_after_prompt` in one case: a character of consecutive byte tokens is
+    returned before a later byte makes these tokens invalid UTF-8. Later deltas then have fewer U+FFFD.
     """
     visible_ids = [
         token_id for token_id in preceding_ids if tokenizer.is_visible(token_id, skip_special_tokens)
     ][-_PROMPT_WINDOW:]
     if len(visible_ids) < _PROMPT_WINDOW:
-        visible_ids = [*_context(tokenizer, prompt), *visible_ids]
+        visible_ids = [*_decoding_context(tokenizer, prompt), *visible_ids]
     context = _skip_partial_character(tokenizer, visible_ids)
     start = len(prompt_text(tokenizer, context, skip_special_tokens)) if context else 0
     all_ids = [*context, *(token for token in ids if tokenizer.is_visible(token, skip_special_tokens))]
@@ -272,14 +280,14 @@ def prompt_text(tokenizer: TokenDecoder, prompt: AnyTokenIds, skip_special_token
         return text.removesuffix("\N{REPLACEMENT CHARACTER}")
     utf8 = _UTF8()
     try:
-        for token_id in ids[len(ids) - _num_bytes_at_end(tokenizer, ids) :]:
+        for token_id in ids[len(ids) - _num_byte_tokens_at_end(tokenizer, ids) :]:
             utf8.decode(bytes([tokenizer.byte_tokens[token_id]]))
     except UnicodeDecodeError:
         return tokenizer.decode_ids(ids, skip_special_tokens)
     return tokenizer.decode_ids(ids[: len(ids) - len(utf8.getstate()[0])], skip_special_tokens)
 
 
-def _context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
+def _decoding_context(tokenizer: TokenDecoder, prompt: AnyTokenIds) -> list[int]:
     """Return the last tokens of a prompt, at most `_PROMPT_WINDOW`, on which the following text depends.
 
     Tokens up to the last special token are not included.
@@ -299,7 +307,7 @@ def _skip_partial_character(tokenizer: TokenDecoder, ids: list[int]) -> list[int
     return ids[start:]
 
 
-def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
+def _num_byte_tokens_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
     count = 0
     while count < len(ids) and ids[-1 - count] in tokenizer.byte_tokens:
         count += 1
@@ -307,13 +315,16 @@ def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return (start, stop string) of the match that ends first, the longest of several; None without one."""
+    """Return (start, stop string) of the match that ends first; None if no stop string matches.
+
+    If several matches end at the same position, the longest is returned.
+    """
     matches = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(matches)[1:] if matches else None
 
 
-def _open_suffix(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
+def _open_suffix_length(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
     max_length = min(len(text), max(map(len, stops)) - 1)
     for length in range(max_length, 0, -1):
         suffix = text[-length:]

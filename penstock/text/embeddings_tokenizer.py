@@ -83,7 +83,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
             UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
         """
-        return self._context(request, None)
+        return self._build_embeddings_context(request, None)
 
     def build_embeddings_contexts(
         self, requests: Sequence[EmbeddingsGenerationRequest]
@@ -96,13 +96,13 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             InputError: see `build_embeddings_context`. Raised at the first invalid request.
         """
         for request, encoded_input in zip(requests, self._encode_inputs(requests), strict=True):
-            yield self._context(request, encoded_input)
+            yield self._build_embeddings_context(request, encoded_input)
 
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
-        """Encode the texts of several requests together, on all cores, for `_context`.
+        """Encode the texts of several requests together, on all cores, for `_build_embeddings_context`.
 
         The entry of a request is None if the request has no text, uses the template of a reranker, or fails
-        a check before encoding. `_context` then encodes the input, or raises the error.
+        a check before encoding. `_build_embeddings_context` then encodes the input, or raises the error.
         """
         encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
         inputs_by_limit: dict[int | None, list[tuple[int, TokenizerInput]]] = {}
@@ -126,7 +126,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
                     encoded_inputs[index] = result
         return encoded_inputs
 
-    def _context(
+    def _build_embeddings_context(
         self, request: EmbeddingsGenerationRequest, encoded_input: EncodedInput | None
     ) -> EmbeddingsContext:
         """Return the context of a request.
@@ -144,30 +144,32 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             )
         task = self._task(request)
         prompt = self._prompt_text(request, task)
-        limit = self._requested_max_tokens(request)
-        types = None
+        max_input_tokens = self._requested_max_tokens(request)
+        token_type_ids = None
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
                 raise InputError("the input is empty: it needs at least one character")
-            max_tokens = limit if request.truncate else None
+            max_tokens = max_input_tokens if request.truncate else None
             if encoded_input is not None:
-                tokens, types = encoded_input
+                tokens, token_type_ids = encoded_input
             elif template is not None:
                 tokens = self._encode_template(template, request, max_tokens)
             else:
-                tokens, types = self._encode_input(prompt + request.input, request.text_pair, max_tokens)
+                tokens, token_type_ids = self._encode_input(
+                    prompt + request.input, request.text_pair, max_tokens
+                )
         else:
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
                 raise InputError(
                     "a prompt needs a text as input, not token ids: put the prompt's token ids before them"
                 )
-            if request.truncate and limit is not None:
-                tokens = self._truncate(tokens, limit)
+            if request.truncate and max_input_tokens is not None:
+                tokens = self._truncate(tokens, max_input_tokens)
         if not len(tokens):
             raise InputError("the input is empty: it needs at least one token")
-        if limit is not None and len(tokens) > limit:
-            raise PromptTooLongError(len(tokens), limit, has_output=self.generates_tokens)
+        if max_input_tokens is not None and len(tokens) > max_input_tokens:
+            raise PromptTooLongError(len(tokens), max_input_tokens, has_output=self.generates_tokens)
         return EmbeddingsContext(
             prompt=request.input if isinstance(request.input, str) else tokens.tolist(),
             max_length=self.max_length or len(tokens),
@@ -177,7 +179,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             adapter=request.adapter or task,
             priority=request.priority,
             outputs=request.outputs or (),
-            token_type_ids=types,
+            token_type_ids=token_type_ids,
             num_unpooled_tokens=self._num_unpooled_tokens(prompt, len(tokens)),
             pooling=request.pooling,
             dimensions=request.dimensions,
@@ -187,7 +189,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:
-        """Return the beginning of a text that has at most ``max_tokens`` tokens without special tokens."""
+        """Return the beginning of a text, at most ``max_tokens`` tokens. Special tokens do not count."""
         text = valid_unicode(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
         if len(encoding) <= max_tokens:
@@ -196,7 +198,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return text[:end]
 
     def _task(self, request: EmbeddingsGenerationRequest) -> str | None:
-        """Return the task whose adapter computes the input; None for the model itself."""
+        """Return the task whose LoRA adapter the request uses; None for no task adapter."""
         tasks = self.layout.tasks
         if request.task is None:
             return request.prompt_name if request.prompt_name in tasks and not request.adapter else None
@@ -219,39 +221,40 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return self.layout.prompts[name]
 
     def _requested_max_tokens(self, request: EmbeddingsGenerationRequest) -> int | None:
+        """Return the smaller of the request's ``max_tokens`` and the maximum length; None without both."""
         if request.max_tokens is None:
             return self.max_length
         if request.max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, was {request.max_tokens}")
         return request.max_tokens if self.max_length is None else min(request.max_tokens, self.max_length)
 
-    def _encode_input(self, text: str, pair: str | None, max_tokens: int | None) -> EncodedInput:
+    def _encode_input(self, text: str, text_pair: str | None, max_tokens: int | None) -> EncodedInput:
         """Return the tokens with special tokens, and the token types of a pair."""
-        [encoded_input] = self._encode_batch([self._tokenizer_input(text, pair, max_tokens)], max_tokens)
+        [encoded_input] = self._encode_batch([self._tokenizer_input(text, text_pair, max_tokens)], max_tokens)
         return encoded_input
 
-    def _tokenizer_input(self, text: str, pair: str | None, max_tokens: int | None) -> TokenizerInput:
-        """Return a text or a pair in the form that the tokenizer expects.
+    def _tokenizer_input(self, text: str, text_pair: str | None, max_tokens: int | None) -> TokenizerInput:
+        """Return ``text``, or the pair of ``text`` and ``text_pair``, in the form that the tokenizer expects.
 
         Raises:
             InputError: the text is clearly too long, or ``max_tokens`` leaves no room besides the special
                 tokens.
         """
         texts = [
-            item.lower() if self.layout.lower_case else item for item in (text, pair) if item is not None
+            item.lower() if self.layout.lower_case else item for item in (text, text_pair) if item is not None
         ]
         if max_tokens is None:
             for item in texts:
                 self._check_length(item)
         else:
-            num_special = self.backend.num_special_tokens_to_add(pair is not None)
+            num_special = self.backend.num_special_tokens_to_add(text_pair is not None)
             if max_tokens <= num_special:
                 raise InputError(
                     f"the input is cut to {max_tokens} tokens, but {num_special} of them are special tokens: "
                     f"raise max_tokens to {num_special + 1} or more"
                 )
         first_text = valid_unicode(texts[0])
-        return first_text if pair is None else (first_text, valid_unicode(texts[1]))
+        return first_text if text_pair is None else (first_text, valid_unicode(texts[1]))
 
     def _encode_batch(
         self, text_inputs: Sequence[TokenizerInput], max_tokens: int | None
@@ -305,7 +308,10 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return checked_prompt_ids([*prefix, *ids, *suffix], self.vocab_size)
 
     def _num_unpooled_tokens(self, prompt: str, num_tokens: int) -> int:
-        """Return the number of prompt tokens at the start of the input, which pooling skips."""
+        """Return the number of tokens at the start of the input that pooling skips: those of the prompt.
+
+        It is 0 if there is no prompt, or if pooling includes it.
+        """
         if not prompt or self.layout.include_prompt:
             return 0
         tokens, _ = self._encode_input(prompt, None, None)

@@ -10,7 +10,7 @@ from penstock.errors import RequestFailedError, UnsupportedFeatureError
 
 PROGRAMS = ("espeak-ng", "espeak")
 _PUNCTUATION = re.compile(r"(\s*[;:,.!?¡¿—…\"«»“”(){}\[\]]+\s*)")
-_TIMEOUT = 20.0
+_TIMEOUT = 20.0  # seconds for a segment between punctuation marks
 # espeak-ng encloses words of other languages in language names: (fr)...(en-us).
 _LANGUAGE_NAMES = re.compile(r"\([a-z-]+\)")
 
@@ -31,18 +31,18 @@ def phonemize(text: str, language: str) -> str:
         )
     segments = _PUNCTUATION.split(text)
     segments_with_words = [segment for segment in segments[::2] if segment.strip()]
-    lines = iter(_run(program, language, segments_with_words) if segments_with_words else [])
+    phonemes = iter(_run_espeak(program, language, segments_with_words) if segments_with_words else [])
     results = [
-        (next(lines) if segment.strip() else "") if index % 2 == 0 else segment
+        (next(phonemes) if segment.strip() else "") if index % 2 == 0 else segment
         for index, segment in enumerate(segments)
     ]
     return "".join(results).strip()
 
 
-def _run(program: str, language: str, texts: list[str]) -> list[str]:
+def _run_espeak(program: str, language: str, texts: list[str]) -> list[str]:
     """Return the phonemes of each text."""
     command = [program, "-q", "--ipa", "-v", language, "--stdin", "-b", "1"]
-    lines = []
+    phonemes = []
     for text in texts:
         try:
             result = subprocess.run(
@@ -50,5 +50,5 @@ def _run(program: str, language: str, texts: list[str]) -> list[str]:
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise RequestFailedError(f"{program} failed for language {language!r}: {error}") from error
-        lines.append(" ".join(_LANGUAGE_NAMES.sub("", result.stdout.decode()).split()))
-    return lines
+        phonemes.append(" ".join(_LANGUAGE_NAMES.sub("", result.stdout.decode()).split()))
+    return phonemes

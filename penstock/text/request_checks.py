@@ -38,7 +38,7 @@ def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
     """Return (JSON schema, grammar) of the output. At most one of them is not None.
 
-    If it is the JSON schema, `TextContext` derives the grammar from it.
+    `TextContext` derives the grammar from a JSON schema.
 
     Raises:
         InputError: the grammar or the ``response_format`` is invalid, or the request has both.
@@ -46,15 +46,17 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
     if request.grammar is not None and not isinstance(request.grammar, Grammar):
         raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")
     response_format = request.response_format
-    kind = "text" if response_format is None else response_format.get("type")
-    if kind == "text":
+    format_type = "text" if response_format is None else response_format.get("type")
+    if format_type == "text":
         return None, request.grammar
     if request.grammar is not None:
         raise InputError("a request has either a response_format or a grammar, not both")
-    if kind == "json_object":
+    if format_type == "json_object":
         return None, Grammar(kind="json_object")
-    if kind != "json_schema" or response_format is None:
-        raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
+    if format_type != "json_schema" or response_format is None:
+        raise InputError(
+            f"response_format has type {format_type!r}: it can be text, json_object or json_schema"
+        )
     schema: object = response_format.get("json_schema")
     # OpenAI's form is {"schema": ...}. It is unambiguous, because "schema" is not a JSON Schema keyword.
     if isinstance(schema, dict) and "schema" in schema:
@@ -92,8 +94,10 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
         max_length: limit of the model or of the configuration; None if there is no limit.
 
     Raises:
-        PromptTooLongError: the prompt leaves no room for a token.
-        InputError: there is no limit and no ``max_new_tokens``, or ``min_new_tokens`` does not fit.
+        PromptTooLongError: the prompt leaves no room for an output token, or, with ``max_new_tokens`` 0, is
+            longer than ``max_length``.
+        InputError: there is no limit and no ``max_new_tokens``, or ``min_new_tokens`` exceeds the possible
+            number of output tokens.
     """
     max_new_tokens = params.max_new_tokens
     if max_length is None:
@@ -105,14 +109,14 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
     available_tokens = max_length - num_prompt_tokens
     if available_tokens < (0 if max_new_tokens == 0 else 1):
         raise PromptTooLongError(num_prompt_tokens, max_length)
-    num_new = available_tokens if max_new_tokens is None else min(max_new_tokens, available_tokens)
-    if params.min_new_tokens > num_new:
+    max_output_tokens = available_tokens if max_new_tokens is None else min(max_new_tokens, available_tokens)
+    if params.min_new_tokens > max_output_tokens:
         raise InputError(
-            f"min_new_tokens is {params.min_new_tokens}, but only {num_new} tokens can follow "
+            f"min_new_tokens is {params.min_new_tokens}, but only {max_output_tokens} tokens can follow "
             f"the prompt of {num_prompt_tokens} (max_new_tokens {max_new_tokens}, "
             f"maximum length {max_length})"
         )
-    return num_prompt_tokens + num_new
+    return num_prompt_tokens + max_output_tokens
 
 
 def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: bool) -> None:
@@ -128,10 +132,10 @@ def check_text_length(backend: Tokenizer, text: str, limit: int, *, has_output: 
         limit: the maximum length, in tokens.
         has_output: whether the maximum length includes tokens that the model generates.
     """
-    size = _CHARACTERS_PER_TOKEN * limit
-    while size < len(text):
-        prefix = [valid_unicode(text[:size])]
-        [encoding] = backend.encode_batch_fast(prefix, add_special_tokens=False)
+    prefix_length = _CHARACTERS_PER_TOKEN * limit
+    while prefix_length < len(text):
+        prefix = valid_unicode(text[:prefix_length])
+        [encoding] = backend.encode_batch_fast([prefix], add_special_tokens=False)
         if len(encoding) > limit + max(16, limit // 4):
             raise PromptTooLongError(len(encoding), limit, is_exact=False, has_output=has_output)
-        size *= 2
+        prefix_length *= 2

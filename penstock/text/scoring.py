@@ -1,4 +1,4 @@
-"""Computes scores of pairs of texts, rankings, and names of labels, for `LLM` and the server."""
+"""Scores pairs of texts, ranks scores, and looks up the names of labels, for `LLM` and the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScoringInput:
 
 
 class PairScoring:
-    """Scores pairs of query and document: prepares the model's inputs, computes scores from its outputs.
+    """Prepares a model's inputs for pairs of query and document, and computes their scores from its outputs.
 
     - Cross-encoder: one input per pair. Its output is the score.
     - Embedder: one input per distinct query and per document. The score is the similarity of two embeddings,
@@ -38,7 +38,7 @@ class PairScoring:
     Args:
         queries: the query of each document.
         documents: the documents.
-        outputs: the outputs of the model.
+        outputs: the names of the outputs that the model computes, such as ``scores`` or ``multi_vector``.
         layout: prompts and similarity function of the checkpoint.
         activation: whether a cross-encoder applies its activation; None for its default.
 
@@ -128,15 +128,17 @@ class PairScoring:
         return [*queries, *texts]
 
 
-def similarity(a: _Array, b: _Array, kind: str) -> _Array:
-    """Return the similarity ``[n]`` of the rows of two arrays ``[n, E]``. Distances are negated.
+def similarity(first: _Array, second: _Array, function_name: str) -> _Array:
+    """Return ``[n]``: the similarity of each row of ``first [n, E]`` to the same row of ``second [n, E]``.
+
+    ``function_name`` is cosine, dot, euclidean or manhattan. The last two are distances, which are negated.
 
     Raises:
-        InputError: the kind is unknown.
+        InputError: the function is unknown.
     """
-    if kind not in _SIMILARITIES:
-        raise InputError(f"similarity_fn_name {kind!r} is unknown: use {', '.join(_SIMILARITIES)}")
-    return _SIMILARITIES[kind](a, b)
+    if function_name not in _SIMILARITIES:
+        raise InputError(f"similarity_fn_name {function_name!r} is unknown: use {', '.join(_SIMILARITIES)}")
+    return _SIMILARITIES[function_name](first, second)
 
 
 def max_similarity(query: _Array, document: _Array) -> float:
@@ -167,7 +169,7 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
 
 
 def label_names(config: Mapping[str, object]) -> dict[int, str]:
-    """Return label index -> name of a classifier, from ``id2label``; empty without it."""
+    """Return label index -> label name of a classifier, from ``id2label``; empty without ``id2label``."""
     labels = config.get("id2label")
     return {int(index): str(labels[index]) for index in labels} if isinstance(labels, Mapping) else {}
 

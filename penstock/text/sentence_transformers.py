@@ -65,10 +65,11 @@ class SentenceTransformersLayout:
     dense: tuple[DenseModule, ...] = ()
     normalize: bool = False
     sparse_pooling: SparsePooling = "max"
-    """How the weights of a vocabulary token at all positions of a text are reduced to one weight."""
+    """How the weights of a vocabulary token at the positions of a text are reduced to one weight."""
     sparse_activation: SparseActivation = "relu"
     """The function f in ``log(1 + f(logit))``, the weight of a token."""
     prompts: Mapping[str, str] = field(default_factory=dict)
+    """Prompt name -> text that precedes the input."""
     default_prompt_name: str | None = None
     tasks: tuple[str, ...] = ()
     """The tasks with a LoRA adapter in the checkpoint, in the order of the adapters in each LoRA tensor.
@@ -79,7 +80,7 @@ class SentenceTransformersLayout:
     lower_case: bool = False
     similarity: Similarity = "cosine"
     is_present: bool = False
-    """Whether the checkpoint has ``modules.json`` or a pooling folder."""
+    """Whether ``modules.json`` lists a module, or the checkpoint has a pooling folder."""
 
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has no such prompt.
@@ -100,35 +101,35 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
         CheckpointError: a file is malformed, or a module or an option is not supported.
     """
     settings_file = checkpoint / "config_sentence_transformers.json"
-    settings = _object(settings_file)
+    settings = _read_json_object(settings_file)
     modules = _modules(checkpoint)
-    transformer = checkpoint
+    transformer_folder = checkpoint
     layout = SentenceTransformersLayout(is_present=bool(modules))
     dense: list[DenseModule] = []
-    for kind, path in modules:
-        if kind in ("Transformer", "MLMTransformer"):
-            transformer = path
-        elif kind == "Pooling":
+    for module_type, path in modules:
+        if module_type in ("Transformer", "MLMTransformer"):
+            transformer_folder = path
+        elif module_type == "Pooling":
             poolings, include_prompt = _poolings(path)
             layout = replace(layout, poolings=poolings, include_prompt=include_prompt)
-        elif kind == "Dense":
+        elif module_type == "Dense":
             dense.append(_dense(path))
-        elif kind == "Normalize":
+        elif module_type == "Normalize":
             layout = replace(layout, normalize=True)
-        elif kind == "SpladePooling":
+        elif module_type == "SpladePooling":
             pooling, activation = _sparse_pooling(path)
             layout = replace(layout, sparse_pooling=pooling, sparse_activation=activation)
-        elif kind == "MultiVectorMask":
+        elif module_type == "MultiVectorMask":
             _check_multi_vector_mask(path)
-        elif kind not in _IGNORED_MODULES:
+        elif module_type not in _IGNORED_MODULES:
             raise CheckpointError(
                 checkpoint / "modules.json",
-                f"module {kind!r} is not supported: use Transformer, Pooling, Dense, Normalize, "
+                f"module {module_type!r} is not supported: use Transformer, Pooling, Dense, Normalize, "
                 "MLMTransformer, SpladePooling and MultiVectorMask",
             )
-    limits_file = transformer / "sentence_bert_config.json"
-    limits = _object(limits_file)
-    for file, values in ((settings_file, settings), (limits_file, limits)):
+    transformer_file = transformer_folder / "sentence_bert_config.json"
+    transformer_settings = _read_json_object(transformer_file)
+    for file, values in ((settings_file, settings), (transformer_file, transformer_settings)):
         _check_multi_vector_options(file, values)
     tasks, instructions = _tasks(checkpoint / "config.json")
     prompts = {**instructions, **_prompts(settings_file, settings)}
@@ -138,8 +139,8 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
         prompts=prompts,
         tasks=tasks,
         default_prompt_name=_default_prompt(settings_file, settings, prompts),
-        max_seq_length=_max_seq_length(limits_file, limits),
-        lower_case=bool(limits.get("do_lower_case")),
+        max_seq_length=_max_seq_length(transformer_file, transformer_settings),
+        lower_case=bool(transformer_settings.get("do_lower_case")),
         similarity=_similarity(settings_file, settings),
     )
 
@@ -150,7 +151,7 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
     if not path.is_file():
         pooling = checkpoint / "1_Pooling"
         return [("Pooling", pooling)] if (pooling / "config.json").is_file() else []
-    modules = _json(path)
+    modules = _read_json(path)
     if not isinstance(modules, list) or not all(
         isinstance(module, dict) and "type" in module for module in modules
     ):
@@ -161,7 +162,8 @@ def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
 
 
 def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
-    config = _object(path / "config.json")
+    """Return the pooling modes of a ``Pooling`` module, and whether pooling includes the prompt."""
+    config = _read_json_object(path / "config.json")
     pooling_mode = config.get("pooling_mode")
     if pooling_mode is not None:
         names = [pooling_mode] if isinstance(pooling_mode, str) else list(cast("Iterable[str]", pooling_mode))
@@ -179,7 +181,7 @@ def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
 
 def _sparse_pooling(path: Path) -> tuple[SparsePooling, SparseActivation]:
     file = path / "config.json"
-    config = _object(file)
+    config = _read_json_object(file)
     pooling = config.get("pooling_strategy", "max")
     activation = config.get("activation_function", "relu")
     if pooling not in get_args(SparsePooling):
@@ -201,14 +203,14 @@ def _check_multi_vector_options(file: Path, values: Mapping[str, object]) -> Non
 def _check_multi_vector_mask(path: Path) -> None:
     """Raise if the mask of a multi-vector model excludes tokens by words or by token ids."""
     file = path / "config.json"
-    config = _object(file)
+    config = _read_json_object(file)
     for key in ("skiplist_words", "keep_only_token_ids"):
         if config.get(key):
             raise CheckpointError(file, f"{key} is not supported: remove it, so that all tokens are scored")
 
 
 def _dense(path: Path) -> DenseModule:
-    config = _object(path / "config.json")
+    config = _read_json_object(path / "config.json")
     try:
         return DenseModule(
             path=path,
@@ -225,7 +227,7 @@ def _dense(path: Path) -> DenseModule:
 
 def _tasks(file: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """Return the tasks of a checkpoint with task adapters, and their prompts (Jina Embeddings v3)."""
-    config = _object(file)
+    config = _read_json_object(file)
     tasks, prompts = config.get("lora_adaptations") or [], config.get("task_instructions") or {}
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
         raise CheckpointError(file, "lora_adaptations must be a list of names")
@@ -249,8 +251,8 @@ def _default_prompt(file: Path, settings: Mapping[str, object], prompts: Mapping
     return cast("str | None", name)
 
 
-def _max_seq_length(file: Path, limits: Mapping[str, object]) -> int | None:
-    value = limits.get("max_seq_length")
+def _max_seq_length(file: Path, transformer_settings: Mapping[str, object]) -> int | None:
+    value = transformer_settings.get("max_seq_length")
     if value is None or (type(value) is int and value > 0):
         return value
     raise CheckpointError(file, f"max_seq_length must be a whole number of at least 1, was {value!r}")
@@ -264,17 +266,17 @@ def _similarity(file: Path, settings: Mapping[str, object]) -> Similarity:
     return cast("Similarity", kind)
 
 
-def _object(path: Path) -> dict[str, object]:
+def _read_json_object(path: Path) -> dict[str, object]:
     """Return the JSON object in a file; empty if the file does not exist."""
     if not path.is_file():
         return {}
-    value = _json(path)
+    value = _read_json(path)
     if not isinstance(value, dict):
         raise CheckpointError(path, "must be a JSON object")
     return value
 
 
-def _json(path: Path) -> object:
+def _read_json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:

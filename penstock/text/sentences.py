@@ -15,9 +15,9 @@ def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False
     """Split a text into parts of at most ``max_characters`` characters each, of whole sentences if possible.
 
     A sentence above the limit is split into clauses, after commas, semicolons and colons. A clause above the
-    limit is split between words, and a word above the limit at any character. A text within the limit is one
-    part, and white space has no parts. Joined by spaces, the parts equal the text apart from white space.
-    With ``at_each_sentence``, a part never has more than one sentence.
+    limit is split between words, and a word above the limit after every ``max_characters`` characters. A text
+    of white space has no parts. Joined by spaces, the parts equal the text apart from white space. With
+    ``at_each_sentence``, no part has more than one sentence; otherwise a text within the limit is one part.
     """
     text = text.strip()
     if at_each_sentence:

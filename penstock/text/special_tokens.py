@@ -1,8 +1,8 @@
 """Finds special tokens in the content of user and tool messages, and encodes them as text.
 
 A chat template copies message content into the prompt. In the prompt, ``<|im_end|>`` in a user's message is
-equal to ``<|im_end|>`` in the template. To distinguish both, the messages are rendered a second time, with a
-marker inside each special token in their content. A marker is text that does not occur in the prompt. The
+equal to ``<|im_end|>`` in the template. To distinguish them, the messages are rendered a second time, with a
+marker inside each special token of the messages. A marker is text that does not occur in the prompt. The
 positions of the markers in the second output show which special tokens come from messages. Without the
 markers, the second output must equal the first.
 """
@@ -21,8 +21,8 @@ from penstock.errors import InputError
 from penstock.text.chat_template import Message
 
 _TRUSTED_ROLES = ("system", "developer", "assistant")
-_NON_CONTENT_KEYS = ("role", "type")
-_TEXTS_BEFORE = ("", "a", "\n", ".", "1", "é")
+_NON_CONTENT_KEYS = ("role", "type")  # templates compare these values, so they get no markers
+_TEXTS_BEFORE = ("", "a", "\n", ".", "1", "é")  # adjacent text changes the tokens (see `_tokenizations`)
 _SEPARATOR = "\0"
 
 
@@ -63,9 +63,9 @@ class SpecialTokens:
         special_tokens = {
             token_id: token for token_id, token in tokens.items() if token.special and token.content
         }
-        self.by_id = special_tokens
+        self.by_id = special_tokens  # token id -> special token
         self.texts = frozenset(token.content for token in special_tokens.values())
-        self._longest = max(map(len, self.texts), default=0)
+        self._max_text_length = max(map(len, self.texts), default=0)
         self._joined_texts = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
         # First two characters -> lengths of the special tokens that begin with them.
         self._lengths: dict[str, set[int]] = {}
@@ -122,8 +122,9 @@ class SpecialTokens:
         return ids
 
     def _is_match(self, token_id: int, text: str) -> bool:
-        """Return whether a token is special and encodes ``text``. An "unknown" token does not encode its
-        text.
+        """Return whether a token is special and its own text is ``text``.
+
+        An unknown token (``<unk>``) is special, but stands for another text.
         """
         token = self.by_id.get(token_id)
         if token is None:
@@ -134,13 +135,13 @@ class SpecialTokens:
     def _encode_as_text(
         self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """Return the tokens of ``text`` in the middle of a text. None of the tokens is special.
+        """Return tokens that spell ``text`` in the middle of a longer text. None of the tokens is special.
 
         Raises:
             InputError: the tokenizer cannot encode ``text`` without special tokens.
         """
-        # The library then encodes special tokens as ordinary text. No other thread uses this copy of the
-        # tokenizer.
+        # With this option the library encodes special tokens as ordinary text. No other thread uses this copy
+        # of the tokenizer.
         tokenizer.encode_special_tokens = True
         try:
             ids = next(_tokenizations(tokenizer, text, token_bytes, self.by_id), None)
@@ -233,14 +234,18 @@ class SpecialTokens:
         stripped_text = text.strip()
         start = len(text) - len(text.lstrip())
         indices: set[int] = set()
-        if len(stripped_text) < self._longest and stripped_text and stripped_text in self._joined_texts:
+        if (
+            len(stripped_text) < self._max_text_length
+            and stripped_text
+            and stripped_text in self._joined_texts
+        ):
             indices.add(start)
-        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+        for length in range(1, min(len(stripped_text), self._max_text_length - 1) + 1):
             if stripped_text[:length] not in self._joined_texts:
                 break
             if stripped_text[:length] + _SEPARATOR in self._joined_texts:
                 indices.add(start)
-        for length in range(1, min(len(stripped_text), self._longest - 1) + 1):
+        for length in range(1, min(len(stripped_text), self._max_text_length - 1) + 1):
             if stripped_text[-length:] not in self._joined_texts:
                 break
             if _SEPARATOR + stripped_text[-length:] in self._joined_texts:
@@ -277,18 +282,21 @@ def _with_insertions(text: str, marker: str, indices: Iterable[int]) -> str:
 
 
 def _tokenizations(
-    tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes], special: Mapping[int, AddedToken]
+    tokenizer: Tokenizer,
+    text: str,
+    token_bytes: Callable[[int], bytes],
+    special_tokens: Mapping[int, AddedToken],
 ) -> Iterator[list[int]]:
     """Yield tokenizations of the text without special tokens.
 
-    Tokenizations whose bytes equal the text come first. The bytes of the last tokenization may equal the
-    normalized text.
+    Tokenizations whose bytes equal the text come first. The last tokenization is yielded even if a normalizer
+    has changed its bytes.
     """
     normalized_ids: list[int] = []
     for text_before in _TEXTS_BEFORE:
         ids_before = tokenizer.encode(text_before, add_special_tokens=False).ids if text_before else []
         ids = tokenizer.encode(text_before + text, add_special_tokens=False).ids
-        if ids[: len(ids_before)] != ids_before or not special.keys().isdisjoint(ids):
+        if ids[: len(ids_before)] != ids_before or not special_tokens.keys().isdisjoint(ids):
             continue
         normalized_ids = normalized_ids or ids[len(ids_before) :]
         if b"".join(map(token_bytes, ids[len(ids_before) :])) == text.encode():

@@ -26,8 +26,8 @@ from penstock.weights.json_files import read_json_object
 if TYPE_CHECKING:
     from penstock.text.tokenizer import TextTokenizer
 
-_FORMATS = "penstock.text.speech_formats"
-_DESCRIPTION = "speech_config.json"
+_FORMATS_PACKAGE = "penstock.text.speech_formats"
+_DESCRIPTION_FILE = "speech_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,13 @@ class SpeechDescription:
 
     @classmethod
     def read(cls, checkpoint: Path) -> SpeechDescription:
-        """Return the description of a checkpoint. It is empty if the file does not exist.
+        """Return the description of a checkpoint; without a file, a description with the default values.
 
         Raises:
             CheckpointError: the file is not a JSON object, or has an unknown key, a value of a wrong type, or
                 an unsupported language of ``numbers``.
         """
-        path = checkpoint / _DESCRIPTION
+        path = checkpoint / _DESCRIPTION_FILE
         if not path.is_file():
             return cls()
         values: dict[str, Any] = read_json_object(path)  # the types of the values are checked below
@@ -105,15 +105,16 @@ class SpeechCodes:
     """The mapping between the codes of an audio codec and tokens.
 
     Args:
-        token_ids: ``[C, size]``: the token of each code, for each position of a frame.
+        token_ids: ``[codes per frame, codebook size]``: at ``[position, code]``, the id of a code's token.
+            The position is that of the code in its frame.
     """
 
     def __init__(self, token_ids: npt.NDArray[np.int64]) -> None:
         self.codes_per_frame, self.codebook_size = token_ids.shape
         self._token_ids = token_ids
-        size = int(token_ids.max()) + 1
-        self._code = np.full(size, -1, np.int32)
-        self._position = np.full(size, -1, np.int8)
+        num_ids = int(token_ids.max()) + 1
+        self._code = np.full(num_ids, -1, np.int32)  # token id -> code; -1 if the token represents no code
+        self._position = np.full(num_ids, -1, np.int8)  # token id -> position of the code in a frame
         self._code[token_ids] = np.arange(self.codebook_size, dtype=np.int32)
         self._position[token_ids] = np.arange(self.codes_per_frame, dtype=np.int8)[:, None]
 
@@ -207,7 +208,7 @@ class SpeechFormat(ABC):
 
     @abstractmethod
     def code_tokens(self) -> npt.NDArray[np.int64]:
-        """Return ``[C, size]``: the token of each code, for each position of a frame."""
+        """Return ``[codes per frame, codebook size]``: at ``[position, code]``, the id of a code's token."""
 
     @property
     @abstractmethod
@@ -220,8 +221,8 @@ class SpeechFormat(ABC):
 
         Args:
             text: the text to speak, letters or phonemes.
-            voice: the name of a trained voice, or None.
-            codes: flattened codes of a voice to imitate; empty for none.
+            voice: the name of a voice that the model was trained on, or None.
+            codes: flattened codes of a recording whose voice is imitated; empty for none.
             transcription: the transcription of ``codes``.
 
         Raises:
@@ -250,7 +251,7 @@ class SpeechFormat(ABC):
         """Sampling parameters for values that neither the request nor generation_config.json sets."""
         return {**self.sampling, **self.description.sampling}
 
-    def token(self, text: str) -> int:
+    def token_id(self, text: str) -> int:
         """Return the id of a token.
 
         Raises:
@@ -264,7 +265,9 @@ class SpeechFormat(ABC):
         return token_id
 
     def numbered_token_ids(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``.
+        """Return the ids of ``count`` tokens with consecutive numbers in their texts.
+
+        ``pattern`` is the text of the tokens, such as ``<|speech_{}|>``, and ``first`` is the first number.
 
         If the ids of the first and the last token are ``count - 1`` apart, the ids are assumed to be
         consecutive, and the tokens between are not looked up.
@@ -272,16 +275,16 @@ class SpeechFormat(ABC):
         Raises:
             CheckpointError: the vocabulary lacks one of the tokens that are looked up.
         """
-        begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
+        begin, end = self.token_id(pattern.format(first)), self.token_id(pattern.format(first + count - 1))
         if end - begin == count - 1:
             return np.arange(begin, end + 1, dtype=np.int64)
-        return np.array([self.token(pattern.format(first + i)) for i in range(count)], np.int64)
+        return np.array([self.token_id(pattern.format(first + i)) for i in range(count)], np.int64)
 
 
 @cache
 def speech_formats() -> Mapping[str, type[SpeechFormat]]:
-    """Return the formats by name, sorted."""
-    formats = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS)}
+    """Return name -> class of all speech formats, sorted by name."""
+    formats = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS_PACKAGE)}
     return dict(sorted(formats.items()))
 
 
@@ -289,7 +292,7 @@ def format_name(checkpoint: Path, configured_name: str | None = None) -> str | N
     """Return the name of a checkpoint's speech format; None if it is not a speech model.
 
     Args:
-        checkpoint: the checkpoint's folder, or a GGUF file, whose format is not detected.
+        checkpoint: the checkpoint's folder, or a GGUF file. The format of a GGUF file is not detected.
         configured_name: the value of ``--speech-format``. It overrides ``speech_config.json``, which
             overrides the detection by the vocabulary.
 
@@ -315,4 +318,4 @@ def format_name(checkpoint: Path, configured_name: str | None = None) -> str | N
 
 def is_speech_checkpoint(checkpoint: Path) -> bool:
     """Return whether the files of a checkpoint identify it as a speech model."""
-    return (checkpoint / _DESCRIPTION).is_file() or format_name(checkpoint) is not None
+    return (checkpoint / _DESCRIPTION_FILE).is_file() or format_name(checkpoint) is not None

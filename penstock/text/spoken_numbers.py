@@ -2,7 +2,8 @@
 
 "$5.20" becomes "five dollars and twenty cents".
 
-A group of digits is an amount of money, a percentage, a time, an ordinal, a decade, a year, or a number.
+The first pattern of `_RULES` that matches a group of digits determines how it is read: as an amount of money,
+a percentage, a time, an ordinal, a decade, a year or a number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Longer numbers, and numbers of several digits that begin with 0, are replaced by
 """
 _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
-_CURRENCIES = {
+_CURRENCIES = {  # symbol -> (unit, units, subunit, subunits)
     "$": ("dollar", "dollars", "cent", "cents"),
     "€": ("euro", "euros", "cent", "cents"),
     "£": ("pound", "pounds", "penny", "pence"),

@@ -23,8 +23,8 @@ def stop_sequences(
     A tokenizer can merge a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
     Therefore the string is encoded alone, and with white space, letters, a digit or punctuation next to it.
     The first result is the sequence of the string alone. The text of every other sequence contains the
-    string, so no sequence ends an output too early. Other token sequences that a model may generate for the
-    string are not included.
+    string, so these sequences do not end an output too early. Other token sequences that a model may generate
+    for the string are not included.
 
     Args:
         stop: the stop string, not empty.
@@ -73,9 +73,9 @@ def _shortest_sequence(
     ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]
 ) -> list[int] | None:
     """Return the tokens that contain the first occurrence of ``target``; None if there is no occurrence."""
-    token_texts = [token_bytes(token_id) for token_id in ids]
-    start = b"".join(token_texts).find(target)
+    byte_strings = [token_bytes(token_id) for token_id in ids]
+    start = b"".join(byte_strings).find(target)
     if start < 0:
         return None
-    end_offsets = list(accumulate(map(len, token_texts)))  # byte offset of the end of each token
+    end_offsets = list(accumulate(map(len, byte_strings)))  # byte offset of the end of each token
     return list(ids[bisect_right(end_offsets, start) : bisect_left(end_offsets, start + len(target)) + 1])

@@ -31,7 +31,7 @@ def single_token_bytes(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping
     token_text = tokenizer.id_to_token(token_id)
     if token_text is None:
         return b""
-    # Decoded after another token, because decoders strip a leading space.
+    # The token is decoded after another token, because decoders strip a leading space.
     ids_before = tokenizer.encode("a", add_special_tokens=False).ids
     start = len(tokenizer.decode(ids_before, skip_special_tokens=False))
     text = tokenizer.decode([*ids_before, token_id], skip_special_tokens=False)[start:]

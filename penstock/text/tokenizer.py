@@ -41,12 +41,11 @@ from penstock.text.valid_unicode import valid_unicode
 
 T = TypeVar("T")
 
-
 _NUM_THREADS = 2  # threads for the async methods; one thread encodes about 200,000 tokens per second
 
 
 class TokenizerOptions(TypedDict, total=False):
-    """The keyword arguments of a `TextTokenizer`."""
+    """Keyword arguments of `TextTokenizer`."""
 
     max_length: int | None
     chat_template: str | None
@@ -103,39 +102,36 @@ class TextTokenizer:
             self._chat_template = ChatTemplate.from_file(Path(chat_template), files.special_tokens)
         elif files.templates:
             self._chat_template = ChatTemplate(files.templates, files.special_tokens, files.origin)
-        self._copies = ThreadTokenizers(files.tokenizer)
+        self._thread_tokenizers = ThreadTokenizers(files.tokenizer)
         self._special_tokens = SpecialTokens(files.tokenizer.get_added_tokens_decoder(), self._normalize)
         self.special_token_texts = self._special_tokens.texts
         """The texts of all special tokens. Decoding skips these tokens by default."""
         self._special_tokens_in_content = special_tokens_in_content
         self._token_bytes: dict[int, bytes] = {}
         self._stop_sequences = StopSequenceCache(self._encode, self.token_bytes)
-        self._bos = files.tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
+        self._bos_token_id = files.tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-tokenizer")
 
     @property
     def eos(self) -> int:
-        """The token that ends an output: the tokenizer's end token, or the first of ``config.json``."""
+        """The tokenizer's end token, or another of `eos_token_ids`. `CheckpointError` if there is none."""
         if not self._eos_token_ids:
             raise CheckpointError(self._origin, "has no end-of-sequence token (eos_token, eos_token_id)")
         return self._eos_token_ids[0]
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """A new set of all tokens that end an output.
-
-        They come from the tokenizer, config.json and generation_config.json.
-        """
+        """A new set of all tokens that end an output, from the files and the argument ``eos_token_ids``."""
         return set(self._eos_token_ids)
 
-    expects_content_wrapping = False  # the form of text parts is {"type": "text", "text": ...}
+    expects_content_wrapping = False  # text parts of messages have the form {"type": "text", "text": ...}
     reads_images = False
     """Whether requests may have images."""
 
     @property
     def backend(self) -> Tokenizer:
         """The calling thread's copy of the ``tokenizers.Tokenizer``."""
-        return self._copies.tokenizer
+        return self._thread_tokenizers.tokenizer
 
     @property
     def has_chat_template(self) -> bool:
@@ -177,11 +173,13 @@ class TextTokenizer:
         if kwargs:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
         ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
-        delta = next_delta(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos)
+        delta = next_delta(
+            context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", ids)), self._bos_token_id
+        )
         return await self._run_in_thread(lambda: delta.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
-        """Return the context of a request, without a cache slot.
+        """Return the context of a request. No KV cache is allocated for it.
 
         The tokenizer adds its special tokens (such as BOS) to a text prompt. It adds no special tokens to a
         rendered chat, because the template contains them.
@@ -191,8 +189,8 @@ class TextTokenizer:
             stops_as_tokens: whether to convert stop strings to the token sequences that usually spell them
                 (``eos_sequences`` of the context), at which ``next_token`` ends the output. The last token of
                 a match is not returned; the tokens before it have already been returned. A model can generate
-                a stop string as other tokens (see `stop_sequences`). Callers that use a `Detokenizer` find
-                all matches with False.
+                a stop string as other tokens (see `stop_sequences`). Callers that match stop strings with a
+                `Detokenizer`, which finds all matches, pass False.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a token.
@@ -270,7 +268,7 @@ class TextTokenizer:
             raise
 
     def encode_request_prompt(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
-        """Return (text, tokens) of a request's prompt of any length. Token ids have the text None.
+        """Return (text, tokens) of a request's prompt of any length. The text of a prompt of ids is None.
 
         Raises:
             InputError: the prompt is missing or the model cannot read it.

@@ -21,7 +21,7 @@ from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
-_NO_LIMIT = 10**9  # larger values mean no limit; transformers writes 10**30
+_NO_LIMIT = 10**9  # a model_max_length from this value on means no limit; transformers writes 10**30
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def _read_gguf(path: Path) -> TokenizerFiles:
 def _read_folder(checkpoint: Path) -> TokenizerFiles:
     settings = _read_object(checkpoint / "tokenizer_config.json")
     settings = {**settings, **_read_object(checkpoint / "special_tokens_map.json")}
-    model = _read_object(checkpoint / "config.json")
-    text_model = model.get("text_config")  # in multimodal models
+    model_config = _read_object(checkpoint / "config.json")
+    text_model = model_config.get("text_config")  # in multimodal models
     if isinstance(text_model, dict):
-        model = {**text_model, **model}
+        model_config = {**text_model, **model_config}
     special_tokens = dict(_named_tokens(settings))
     if (checkpoint / "tokenizer.json").is_file():
         tokenizer = _load_fast(checkpoint / "tokenizer.json")
@@ -85,8 +85,8 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
         _apply_prefix_space_settings(tokenizer, settings)
     else:
         tokenizer = _convert_slow(checkpoint)
-    # The file may contain settings of the training. Truncation would cut prompts without an error, and
-    # padding would lengthen them.
+    # tokenizer.json may contain settings from training. Truncation would cut prompts without an error, and
+    # padding would lengthen prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFiles(
@@ -94,11 +94,13 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
         tokenizer=tokenizer,
         special_tokens=special_tokens,
         templates=find_templates(checkpoint, settings),
-        eos_token_ids=tuple(dict.fromkeys(_eos_token_ids(checkpoint, tokenizer, special_tokens, model))),
-        vocab_size=_count(checkpoint, model, "vocab_size")
+        eos_token_ids=tuple(
+            dict.fromkeys(_eos_token_ids(checkpoint, tokenizer, special_tokens, model_config))
+        ),
+        vocab_size=_positive_integer(checkpoint, model_config, "vocab_size")
         or max(tokenizer.get_vocab().values(), default=-1) + 1,
-        max_length=_count(checkpoint, model, "max_position_embeddings")
-        or _limit(settings.get("model_max_length")),
+        max_length=_positive_integer(checkpoint, model_config, "max_position_embeddings")
+        or _length_limit(settings.get("model_max_length")),
     )
 
 
@@ -118,7 +120,7 @@ def _read_object(path: Path) -> dict[str, object]:
 def _load_fast(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises only Exception
+    except Exception as error:  # the library raises Exception itself for all errors
         raise CheckpointError(path, f"is not a tokenizer: {error}") from error
 
 
@@ -216,7 +218,10 @@ def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, ob
 
 
 def _eos_token_ids(
-    checkpoint: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str], model: Mapping[str, object]
+    checkpoint: Path,
+    tokenizer: Tokenizer,
+    special_tokens: Mapping[str, str],
+    model_config: Mapping[str, object],
 ) -> Iterator[int]:
     token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
     if token_id is not None:
@@ -224,7 +229,7 @@ def _eos_token_ids(
     generation_config = checkpoint / "generation_config.json"
     for path, value in (
         (generation_config, _read_object(generation_config).get("eos_token_id")),
-        (checkpoint / "config.json", _config_value(model, "eos_token_id")),
+        (checkpoint / "config.json", _config_value(model_config, "eos_token_id")),
     ):
         for eos_id in value if isinstance(value, list) else [value]:
             if type(eos_id) is int:
@@ -235,20 +240,21 @@ def _eos_token_ids(
                 )
 
 
-def _config_value(model: Mapping[str, object], key: str) -> object:
+def _config_value(model_config: Mapping[str, object], key: str) -> object:
     """Return a value of config.json, or of its ``text_config`` (in multimodal models)."""
-    text = model.get("text_config")
+    text = model_config.get("text_config")
     nested_value = text.get(key) if isinstance(text, dict) else None
-    return model.get(key, nested_value)
+    return model_config.get(key, nested_value)
 
 
-def _count(checkpoint: Path, model: Mapping[str, object], key: str) -> int | None:
-    value = _config_value(model, key)
+def _positive_integer(checkpoint: Path, model_config: Mapping[str, object], key: str) -> int | None:
+    value = _config_value(model_config, key)
     if value is not None and (type(value) is not int or value < 1):
         message = f"{key} must be a whole number of at least 1, was {value!r}"
         raise CheckpointError(checkpoint / "config.json", message)
     return value
 
 
-def _limit(length: object) -> int | None:
+def _length_limit(length: object) -> int | None:
+    """Return ``model_max_length`` as an integer, or None if it is missing or means no limit."""
     return int(length) if isinstance(length, int | float) and 0 < length < _NO_LIMIT else None

@@ -29,7 +29,7 @@ _NAME = re.compile(
     r"(?P<path>.*\blayers)\.(?P<layer>\d+)\.\w+\."
     r"(?:(?:attn\.|[kv]_proj\.)?(?P<side>k|v)_scale|(?P<proj>k|v)_proj\.output_scale|(?P<both>kv)_scale)"
 )
-_OTHER_MODELS = ("vision", "visual", "audio")
+_OTHER_MODELS = ("vision", "visual", "audio")  # parts of the names of encoders, whose KV is not cached
 _logger = logging.getLogger(__name__)
 
 
@@ -66,33 +66,33 @@ def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheSca
     return {layer: (scale_headers[layer, "k"], scale_headers[layer, "v"]) for layer in sorted(layers)}
 
 
-def read_cache_scales(scales: CacheScales, kv_heads: Mapping[int, int]) -> dict[int, Tensor]:
+def read_cache_scales(scales: CacheScales, num_kv_heads: Mapping[int, int]) -> dict[int, Tensor]:
     """Return the scales of each layer: ``[2, K]`` float32, of the keys and the values of each kv head.
 
     Args:
         scales: the headers of the scales.
-        kv_heads: layer index -> K, for the layers to read; each must have scales.
+        num_kv_heads: layer index -> K, for the layers to read; ``scales`` must have each of these layers.
 
     Raises:
-        WeightsError: a scale has another type or size, or is not a finite positive number.
+        WeightsError: a scale is not a float tensor of 1 or K elements, or is not finite and positive.
     """
     import torch
 
     return {
-        layer: torch.stack([_read(header, count) for header in scales[layer]])
-        for layer, count in kv_heads.items()
+        layer: torch.stack([_read_scales(header, layer_kv_heads) for header in scales[layer]])
+        for layer, layer_kv_heads in num_kv_heads.items()
     }
 
 
-def _read(header: TensorHeader, kv_heads: int) -> Tensor:  # [K]
+def _read_scales(header: TensorHeader, num_kv_heads: int) -> Tensor:  # [K]
     import torch
 
-    count, dtype = prod(header.shape), header.dtype
-    if dtype is None or not dtype.is_float() or count not in (1, kv_heads):
+    num_scales, dtype = prod(header.shape), header.dtype
+    if dtype is None or not dtype.is_float() or num_scales not in (1, num_kv_heads):
         raise WeightsError(
             header.file,
             f"{header.stored_name} is {header.type_name} {list(header.shape)}: the scale of a KV cache has "
-            f"one float, or one for each of {kv_heads} kv heads",
+            f"one float, or one for each of {num_kv_heads} kv heads",
         )
     values = torch.frombuffer(bytearray(read_tensor_bytes(header)), dtype=dtype.to_torch()).float()
     invalid_values = [value for value in values.tolist() if not (isfinite(value) and value > 0)]
@@ -102,4 +102,4 @@ def _read(header: TensorHeader, kv_heads: int) -> Tensor:  # [K]
             f"{header.stored_name} is {invalid_values[0]}: a scale must be positive. With a kv_cache_dtype "
             "other than fp8 the scales are not read",
         )
-    return values.expand(kv_heads)
+    return values.expand(num_kv_heads)

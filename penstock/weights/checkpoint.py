@@ -20,13 +20,16 @@ class Checkpoint:
 
     format: CheckpointFormat
     headers: Headers
-    """The tensors for the model, by name."""
+    """Tensor name -> header, as the model reads the tensors (see `CheckpointFormat.headers`)."""
     cache_scales: CacheScales = field(default_factory=dict)
     """The stored scales for a KV cache of 8-bit floats."""
 
 
 def is_gguf(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is a GGUF file, which also contains the configuration and the tokenizer."""
+    """Return whether a checkpoint is a GGUF file, by its suffix.
+
+    A GGUF file also contains the configuration and the tokenizer.
+    """
     return checkpoint.suffix.lower() == gguf.SUFFIX and not checkpoint.is_dir()
 
 

@@ -23,7 +23,7 @@ from penstock.weights.json_files import read_json_object
 from penstock.weights.safetensors import SHARD_INDEX, SINGLE_FILE
 from penstock.weights.tensors import Weights
 
-SHARD_BYTES = 4 << 30
+MAX_SHARD_BYTES = 4 << 30
 """Maximum number of bytes of tensors in a file, unless a single tensor is larger."""
 _COPIED_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _WORD_BITS = 32
@@ -82,10 +82,10 @@ def write_compressed(
 def _quantized_layers(
     layers: Iterable[PackedLinear], encoding: str, weights: Weights
 ) -> Iterator[tuple[str, tuple[PackedLinear, int, int]]]:
-    """Yield the layers of the checkpoint to quantize: name, packed layer, and first and end row in it."""
+    """Yield the layers to store in ``encoding``: (layer name, (packed layer, start row, stop row))."""
     for packed in layers:
-        group = encoding_named(encoding).group_size or 1
-        if packed.encoding != encoding or packed.in_features % group:
+        group_size = encoding_named(encoding).group_size or 1
+        if packed.encoding != encoding or packed.in_features % group_size:
             continue
         for part in packed.slices:
             name, shape = f"{part.name}.weight", (part.stop - part.start, packed.in_features)
@@ -96,7 +96,8 @@ def _quantized_layers(
 def _checkpoint_tensors(
     weights: Weights, quantized: Mapping[str, tuple[PackedLinear, int, int]], encoding: str
 ) -> Iterator[tuple[str, Tensor]]:
-    rows: tuple[PackedLinear | None, Mapping[str, Tensor]] = (None, {})
+    """Yield name and tensor for each tensor of the exported checkpoint."""
+    unpacked: tuple[PackedLinear | None, Mapping[str, Tensor]] = (None, {})
     order = sorted(weights.names, key=lambda name: _sort_key(name, quantized))
     for name in order:
         layer = name.removesuffix(".weight")
@@ -105,10 +106,10 @@ def _checkpoint_tensors(
             weights.release(name)
             continue
         packed, start, stop = quantized[layer]
-        if rows[0] is not packed:  # unpack once for all parts of a fused layer, which are consecutive
-            rows = (packed, tensors_in_rows(packed))
+        if unpacked[0] is not packed:  # unpack once for all parts of a fused layer, which are consecutive
+            unpacked = (packed, tensors_in_rows(packed))
             beat()
-        part = {key: tensor[start:stop] for key, tensor in rows[1].items()}
+        part = {key: tensor[start:stop] for key, tensor in unpacked[1].items()}
         for key, tensor in _compress_layer(part, encoding).items():
             yield f"{layer}.{key}", tensor.contiguous()
 
@@ -137,15 +138,15 @@ def _compress_layer(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tens
 
 
 def _quantization_config(encoding: str, ignored: list[str]) -> dict[str, object]:
-    kind = encoding_named(encoding)
-    weights: dict[str, object] = {"num_bits": kind.bits, "type": "int", "symmetric": True, "dynamic": False}
+    bits, group_size = encoding_named(encoding).bits, encoding_named(encoding).group_size
+    weights: dict[str, object] = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
     inputs = None
-    if kind.group_size is None:
+    if group_size is None:
         weights |= {"strategy": "channel"}
         inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     else:
-        weights |= {"strategy": "group", "group_size": kind.group_size}
-    layout = "int-quantized" if kind.group_size is None else "pack-quantized"
+        weights |= {"strategy": "group", "group_size": group_size}
+    layout = "int-quantized" if group_size is None else "pack-quantized"
     group = {
         "targets": ["Linear"],
         "weights": weights,
@@ -164,30 +165,30 @@ def _quantization_config(encoding: str, ignored: list[str]) -> dict[str, object]
 def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write tensors to one file, or to several files and their index."""
     shards: list[dict[str, Tensor]] = [{}]
-    files: dict[str, int] = {}
-    size = total = 0
+    shard_numbers: dict[str, int] = {}  # tensor name -> number of its file, from 1
+    shard_bytes = total_bytes = 0
     for name, tensor in tensors:
-        if size and size + tensor.nbytes > SHARD_BYTES:
-            _save(folder, shards[-1], len(shards))
+        if shard_bytes and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
+            _save_shard(folder, shards[-1], len(shards))
             shards[-1] = {}
             shards.append({})
-            size = 0
+            shard_bytes = 0
         shards[-1][name] = tensor
-        files[name] = len(shards)
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    _save(folder, shards[-1], len(shards))
+        shard_numbers[name] = len(shards)
+        shard_bytes, total_bytes = shard_bytes + tensor.nbytes, total_bytes + tensor.nbytes
+    _save_shard(folder, shards[-1], len(shards))
     if len(shards) == 1:
         (folder / _shard_name(1)).rename(folder / SINGLE_FILE)
         return
-    weight_map = {name: _shard_name(number) for name, number in files.items()}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    weight_map = {name: _shard_name(number) for name, number in shard_numbers.items()}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _save(folder: Path, tensors: dict[str, Tensor], number: int) -> None:
-    save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
+def _save_shard(folder: Path, tensors: dict[str, Tensor], shard_number: int) -> None:
+    save_file(tensors, folder / _shard_name(shard_number), metadata={"format": "pt"})
     beat()
 
 
-def _shard_name(number: int) -> str:
-    return f"model-{number:05}.safetensors"
+def _shard_name(shard_number: int) -> str:
+    return f"model-{shard_number:05}.safetensors"

@@ -26,16 +26,17 @@ SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # version 1 has 32-bit counts and lengths
 _DEFAULT_ALIGNMENT = 32
-_MAX_KEY = 65535
-_MAX_DIMS = 4
+_MAX_NAME_BYTES = 65535
+_MAX_DIMS = 4  # per tensor
 _MAX_STRINGS = 10_000_000  # per array; vocabularies are far smaller
 _MAX_ARRAY_DEPTH = 4  # maximum nesting of arrays
 _MAX_FLOATS = 65536  # maximum number of elements that `GGUFFile.floats` reads
 
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Value type number -> `struct` format, for metadata values of a fixed size."""
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
-_SIZES = {kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()} | {_STRING: 8, _ARRAY: 12}
+_MIN_BYTES = {number: struct.calcsize(f"<{code}") for number, code in _STRUCT_FORMATS.items()}
+_MIN_BYTES |= {_STRING: 8, _ARRAY: 12}
 """Value type number -> minimum number of bytes of a value."""
 
 
@@ -87,7 +88,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 }
 """Tensor types of the format by number, including types that Penstock cannot read."""
 
-BLOCK_SIZES: Mapping[str, int] = {kind.name: kind.num_bytes for kind in BLOCK_TYPES.values()}
+BLOCK_SIZES: Mapping[str, int] = {block.name: block.num_bytes for block in BLOCK_TYPES.values()}
 """Type name -> number of bytes of a block."""
 
 
@@ -202,9 +203,9 @@ def part_files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """The position of an array in the metadata, which has not been decoded."""
+    """The position of an array of the metadata. Its elements have not been decoded."""
 
-    kind: int  # value type number of the elements
+    value_type: int  # value type number of the elements
     length: int
     start: int  # offset of its first element in the file, in bytes
 
@@ -226,107 +227,106 @@ def _read_header(path: Path) -> _Header:
 
 
 class _Header:
-    """The parsed header of one file: everything before the bytes of the tensors."""
+    """The header of one file, everything before the bytes of the tensors. The constructor parses it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
         self._data = data
         self._position = 0
-        self._check_kind()
-        num_tensors = self._count("tensors", 24)
-        self.metadata = dict(self._entries(self._count("metadata keys", 13)))
-        self.tensors = {tensor.name: tensor for tensor in self._tensors(num_tensors)}
+        self._check_magic_and_version()
+        num_tensors = self._read_count("tensors", 24)
+        self.metadata = dict(self._read_entries(self._read_count("metadata keys", 13)))
+        self.tensors = {tensor.name: tensor for tensor in self._read_tensors(num_tensors)}
 
     def read_array(self, array: _Array) -> list[object]:
         """Decode an array and return its elements."""
-        if array.kind in _FORMATS:
-            code = f"<{array.length}{_FORMATS[array.kind]}"
+        if array.value_type in _STRUCT_FORMATS:
+            code = f"<{array.length}{_STRUCT_FORMATS[array.value_type]}"
             numbers = struct.unpack_from(code, self._data, array.start)
-            return (
-                [_shortest_decimal(number) for number in numbers] if array.kind == _FLOAT else list(numbers)
-            )
+            is_float = array.value_type == _FLOAT
+            return [_shortest_decimal(number) for number in numbers] if is_float else list(numbers)
         self._position = array.start
-        if array.kind == _STRING:
-            return [self._text() for _ in range(array.length)]
-        inner = [self._array(1) for _ in range(array.length)]
+        if array.value_type == _STRING:
+            return [self._read_text() for _ in range(array.length)]
+        inner = [self._skip_array(1) for _ in range(array.length)]
         return [self.read_array(element) for element in inner]
 
-    def _check_kind(self) -> None:
-        if self._take(4) != _MAGIC:
+    def _check_magic_and_version(self) -> None:
+        if self._read_bytes(4) != _MAGIC:
             raise WeightsError(self._path, "is not a GGUF file: it does not start with GGUF")
-        version = self._integer("I")
+        version = self._read_integer("I")
         if version in _VERSIONS:
             return
         if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
             raise WeightsError(self._path, "is a big-endian GGUF file: only little-endian files can be read")
         raise WeightsError(self._path, f"is of GGUF version {version}: versions 2 and 3 can be read")
 
-    def _count(self, what: str, min_size: int) -> int:
+    def _read_count(self, what: str, min_entry_bytes: int) -> int:
         start = self._position
-        count = self._integer("Q")
-        if count > (len(self._data) - self._position) // min_size:
+        count = self._read_integer("Q")
+        if count > (len(self._data) - self._position) // min_entry_bytes:
             self._fail(start, f"{count} {what} do not fit into a file of {len(self._data)} bytes")
         return count
 
-    def _entries(self, count: int) -> Iterator[tuple[str, GGUFValue]]:
+    def _read_entries(self, count: int) -> Iterator[tuple[str, GGUFValue]]:
         keys = set()
         for _ in range(count):
             start = self._position
-            key = self._text(_MAX_KEY)
+            key = self._read_text(_MAX_NAME_BYTES)
             if key in keys:
                 self._fail(start, f"{key} appears twice")
             keys.add(key)
-            yield key, self._value(self._integer("I"))
+            yield key, self._read_value(self._read_integer("I"))
 
-    def _value(self, kind: int) -> GGUFValue:
+    def _read_value(self, value_type: int) -> GGUFValue:
         start = self._position
-        if kind == _STRING:
-            return self._text()
-        if kind == _ARRAY:
-            return self._array(0)
-        if kind not in _FORMATS:
-            self._fail(start - 4, f"a value has type {kind}, which the format does not define")
-        if kind == _BOOL and self._data[start : start + 1] not in (b"\0", b"\1"):
+        if value_type == _STRING:
+            return self._read_text()
+        if value_type == _ARRAY:
+            return self._skip_array(0)
+        if value_type not in _STRUCT_FORMATS:
+            self._fail(start - 4, f"a value has type {value_type}, which the format does not define")
+        if value_type == _BOOL and self._data[start : start + 1] not in (b"\0", b"\1"):
             self._fail(start, "a boolean is neither 0 nor 1")
-        value = self._number(_FORMATS[kind])
-        return _shortest_decimal(value) if kind == _FLOAT else value
+        value = self._read_number(_STRUCT_FORMATS[value_type])
+        return _shortest_decimal(value) if value_type == _FLOAT else value
 
-    def _array(self, depth: int) -> _Array:
+    def _skip_array(self, depth: int) -> _Array:
         """Check an array and skip it without decoding its elements."""
         start = self._position
-        kind, length = self._integer("I"), self._integer("Q")
-        if kind not in _SIZES or (kind == _ARRAY and depth >= _MAX_ARRAY_DEPTH):
-            self._fail(start, f"an array holds values of type {kind}")
-        if length > (len(self._data) - self._position) // _SIZES[kind]:
+        value_type, length = self._read_integer("I"), self._read_integer("Q")
+        if value_type not in _MIN_BYTES or (value_type == _ARRAY and depth >= _MAX_ARRAY_DEPTH):
+            self._fail(start, f"an array holds values of type {value_type}")
+        if length > (len(self._data) - self._position) // _MIN_BYTES[value_type]:
             self._fail(
                 start, f"an array of {length} values does not fit into a file of {len(self._data)} bytes"
             )
-        array = _Array(kind, length, self._position)
-        if kind in _FORMATS:
-            self._position += length * _SIZES[kind]
+        array = _Array(value_type, length, self._position)
+        if value_type in _STRUCT_FORMATS:
+            self._position += length * _MIN_BYTES[value_type]
             return array
         if length > _MAX_STRINGS:
             self._fail(start, f"an array has {length} values: at most {_MAX_STRINGS} can be read")
-        if kind == _STRING:
+        if value_type == _STRING:
             self._skip_texts(length)
         else:
             for _ in range(length):
-                self._array(depth + 1)
+                self._skip_array(depth + 1)
         return array
 
     def _skip_texts(self, count: int) -> None:
-        at, data, size = self._position, self._data, len(self._data)
-        length_at = struct.Struct("<Q").unpack_from
+        position, data, size = self._position, self._data, len(self._data)
+        read_length = struct.Struct("<Q").unpack_from
         for _ in range(count):  # a hot loop: most files have over 100,000 strings
-            if at + 8 > size:
-                self._fail(at, f"the file ends at byte {size}")
-            at += 8 + length_at(data, at)[0]
-        if at > size:
+            if position + 8 > size:
+                self._fail(position, f"the file ends at byte {size}")
+            position += 8 + read_length(data, position)[0]
+        if position > size:
             self._fail(self._position, f"a string ends after the end of the file, at byte {size}")
-        self._position = at
+        self._position = position
 
-    def _tensors(self, count: int) -> Iterator[StoredTensor]:
-        described = [(self._position, *self._tensor()) for _ in range(count)]
+    def _read_tensors(self, count: int) -> Iterator[StoredTensor]:
+        described = [(self._position, *self._read_tensor_description()) for _ in range(count)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise WeightsError(self._path, f"general.alignment must be a multiple of 8, is {alignment!r}")
@@ -347,39 +347,39 @@ class _Header:
                 )
             yield tensor
 
-    def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
+    def _read_tensor_description(self) -> tuple[str, BlockType, tuple[int, ...], int]:
         start = self._position
-        name = self._text(_MAX_KEY)
-        num_dims = self._integer("I")
+        name = self._read_text(_MAX_NAME_BYTES)
+        num_dims = self._read_integer("I")
         if not 1 <= num_dims <= _MAX_DIMS:
             self._fail(start, f"{name} has {num_dims} dimensions: it must have 1 to {_MAX_DIMS}")
-        dims = [self._integer("Q") for _ in range(num_dims)]
-        number = self._integer("I")
-        if number not in BLOCK_TYPES:
-            self._fail(start, f"{name} has the unknown type {number}")
-        block_type = BLOCK_TYPES[number]
+        dims = [self._read_integer("Q") for _ in range(num_dims)]
+        type_number = self._read_integer("I")
+        if type_number not in BLOCK_TYPES:
+            self._fail(start, f"{name} has the unknown type {type_number}")
+        block_type = BLOCK_TYPES[type_number]
         if min(dims) < 1 or dims[0] % block_type.num_elements:
             self._fail(start, f"{name} of type {block_type.name} cannot have the dimensions {dims}")
-        return name, block_type, tuple(reversed(dims)), self._integer("Q")
+        return name, block_type, tuple(reversed(dims)), self._read_integer("Q")
 
-    def _text(self, max_length: int | None = None) -> str:
+    def _read_text(self, max_length: int | None = None) -> str:
         start = self._position
-        length = self._integer("Q")
+        length = self._read_integer("Q")
         if max_length is not None and length > max_length:
             self._fail(start, f"a name has {length} bytes: at most {max_length} are allowed")
         try:
-            return self._take(length).decode()
+            return self._read_bytes(length).decode()
         except UnicodeDecodeError:
             self._fail(start, f"a string of {length} bytes is not UTF-8")
 
-    def _integer(self, code: str) -> int:
-        return int(self._number(code))
+    def _read_integer(self, code: str) -> int:
+        return int(self._read_number(code))
 
-    def _number(self, code: str) -> float:
-        number: float = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+    def _read_number(self, code: str) -> float:
+        number: float = struct.unpack(f"<{code}", self._read_bytes(struct.calcsize(f"<{code}")))[0]
         return number
 
-    def _take(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         if size > len(self._data) - self._position:
             self._fail(self._position, f"{size} bytes expected, {len(self._data) - self._position} remain")
         self._position += size

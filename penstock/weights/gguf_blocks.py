@@ -1,9 +1,8 @@
 """Dequantizes the block types of GGUF files to float32.
 
 A block contains scales and the codes of 32 weights. A block of IQ4_XS or of the K types (Q2_K to Q6_K)
-contains 256 weights in 8 or 16 groups, each with a scale. A reader is a function from blocks ``[N, bytes]``
-to weights ``[N, weights of a block]``. The results equal the definition of the format exactly, because the
-product of a 16-bit scale and a small integer is exact in float32.
+contains 256 weights in 8 or 16 groups, and each group has a scale. A reader is a function from blocks
+``[N, bytes]`` to weights ``[N, weights of a block]``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _CHUNK_BLOCKS = 1 << 12  # intermediate results of one chunk fit into the CPU's 
 
 
 def dequantize(blocks: Tensor, type_name: str) -> Tensor:
-    """Return the weights in blocks. The reader is in `READERS` or in the package ``gguf``.
+    """Return the weights in blocks. For types that are not in `READERS`, the package ``gguf`` reads them.
 
     Args:
         blocks: ``[N, bytes of a block]`` uint8.
@@ -35,9 +34,9 @@ def dequantize(blocks: Tensor, type_name: str) -> Tensor:
     read = READERS.get(type_name) or _package_reader(type_name)
     if len(blocks) <= _CHUNK_BLOCKS:
         return read(blocks)
-    first = read(blocks[:_CHUNK_BLOCKS])
-    numbers = torch.empty(len(blocks), first.shape[1])
-    numbers[:_CHUNK_BLOCKS] = first
+    first_chunk = read(blocks[:_CHUNK_BLOCKS])
+    numbers = torch.empty(len(blocks), first_chunk.shape[1])
+    numbers[:_CHUNK_BLOCKS] = first_chunk
     for start in range(_CHUNK_BLOCKS, len(blocks), _CHUNK_BLOCKS):
         numbers[start : start + _CHUNK_BLOCKS] = read(blocks[start : start + _CHUNK_BLOCKS])
     return numbers
@@ -50,11 +49,11 @@ def _package_reader(type_name: str) -> Callable[[Tensor], Tensor]:
         from gguf.quants import dequantize as by_package
     except ImportError as problem:
         raise MissingDependencyError("gguf", "gguf", f"reading {type_name} blocks") from problem
-    kind = GGMLQuantizationType[type_name]
+    block_type = GGMLQuantizationType[type_name]
 
     def read(blocks: Tensor) -> Tensor:
         with np.errstate(all="ignore"):  # damaged scales may be infinite
-            return torch.from_numpy(by_package(blocks.numpy(), kind))
+            return torch.from_numpy(by_package(blocks.numpy(), block_type))
 
     return read
 

@@ -2,7 +2,7 @@
 
 Settings that are not in the metadata (biases, tied embeddings, factors of the rotary embedding) are derived
 from the tensors. A key is an error if it requires computations that the network of the family does not
-implement. Other keys that are not read cause a warning.
+implement. Other keys of the family that are not read cause a warning, if they can affect the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gguf_config(path: Path) -> dict[str, object]:
     keys = GGUFKeys(file, name)
     config = _FAMILIES[name](keys)
     keys.check_supported()
-    unread = keys.unread()
+    unread = keys.unread_keys()
     if unread:
         _log.warning("%s: these metadata keys are ignored: %s", path, ", ".join(unread))
     return config | {
@@ -66,7 +66,7 @@ _SAMPLING = {
 def _llama(keys: GGUFKeys) -> dict[str, object]:
     """Return the configuration of Mixtral (with experts), Mistral (with a sliding window), or Llama."""
     config = decoder_config(keys)
-    window = keys.window()
+    window = keys.sliding_window()
     if keys.get("expert_count"):
         experts = {
             "num_local_experts": keys.count("expert_count"),
@@ -115,14 +115,14 @@ def _qwen3_moe(keys: GGUFKeys) -> dict[str, object]:
 
 def _olmo2(keys: GGUFKeys) -> dict[str, object]:
     config = decoder_config(keys)
-    if not keys.window():
+    if not keys.sliding_window():
         return config | {"model_type": "olmo2"}
     # OLMo 3: rope scaling applies only to layers without a sliding window.
     base = {"rope_theta": keys.number("rope.freq_base", 500_000.0)}
     scaling = cast("dict[str, object]", config.pop("rope_scaling", {"rope_type": "default"}))
     return config | {
         "model_type": "olmo3",
-        "sliding_window": keys.window(),
+        "sliding_window": keys.sliding_window(),
         "layer_types": layer_types(keys, 4),
         "rope_parameters": {FULL: base | scaling, SLIDING: base | {"rope_type": "default"}},
     }
@@ -131,12 +131,12 @@ def _olmo2(keys: GGUFKeys) -> dict[str, object]:
 def _phi3(keys: GGUFKeys) -> dict[str, object]:
     return decoder_config(keys, partial_rotary=True) | {
         "model_type": "phi3",
-        "sliding_window": keys.window(),
+        "sliding_window": keys.sliding_window(),
     }
 
 
 def _gemma2(keys: GGUFKeys) -> dict[str, object]:
-    return _gemma(keys, num_layers_27b=46) | {
+    return _gemma2_or_3(keys, num_layers_27b=46) | {
         "model_type": "gemma2",
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
@@ -145,7 +145,7 @@ def _gemma2(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _gemma3(keys: GGUFKeys) -> dict[str, object]:
-    config = _gemma(keys, num_layers_27b=62)
+    config = _gemma2_or_3(keys, num_layers_27b=62)
     full = {"rope_theta": keys.number("rope.freq_base", 1_000_000.0)} | cast(
         "dict[str, object]", config.pop("rope_scaling", {})
     )
@@ -160,7 +160,7 @@ def _gemma3(keys: GGUFKeys) -> dict[str, object]:
     }
 
 
-def _gemma(keys: GGUFKeys, num_layers_27b: int) -> dict[str, object]:
+def _gemma2_or_3(keys: GGUFKeys, num_layers_27b: int) -> dict[str, object]:
     config = decoder_config(keys)
     # The metadata have no key for query_pre_attn_scalar, which is the head size, except in the 27B models.
     scalar: float = keys.head_dim
@@ -207,7 +207,10 @@ _FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the type of the activations: the type that takes the most bytes, bfloat16 for block types."""
+    """Return the type of the activations, by the tensor type that takes the most bytes.
+
+    It is float32 for F32 and F64, float16 for F16, and bfloat16 for BF16 and block types.
+    """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         name = tensor.block_type.name

@@ -10,21 +10,21 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder_config(
-    keys: GGUFKeys, *, partial_rotary: bool = False, eps: str = "rms_norm_eps"
+    keys: GGUFKeys, *, partial_rotary: bool = False, eps_key: str = "rms_norm_eps"
 ) -> dict[str, object]:
     """Return the ``config.json`` keys that all families except GPT-2 share.
 
     Args:
         keys: the metadata keys of the file.
         partial_rotary: whether the family supports rotary embeddings on a part of each head.
-        eps: the key of the norms' epsilon in ``config.json``. The metadata key is ``layer_norm_rms_epsilon``
-            for ``rms_norm_eps``, and ``layer_norm_epsilon`` otherwise.
+        eps_key: the key of the norms' epsilon in ``config.json``. The metadata key is
+            ``layer_norm_rms_epsilon`` for ``rms_norm_eps``, and ``layer_norm_epsilon`` otherwise.
 
     Raises:
         WeightsError: a key is missing or invalid, or the family does not support the rotary embedding of the
             file.
     """
-    eps_key = "layer_norm_rms_epsilon" if eps == "rms_norm_eps" else "layer_norm_epsilon"
+    metadata_key = "layer_norm_rms_epsilon" if eps_key == "rms_norm_eps" else "layer_norm_epsilon"
     heads = keys.count("attention.head_count")
     return {
         "hidden_size": keys.count("embedding_length"),
@@ -34,10 +34,10 @@ def decoder_config(
         "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.count("context_length"),
-        eps: keys.number(f"attention.{eps_key}"),
+        eps_key: keys.number(f"attention.{metadata_key}"),
         "hidden_act": "silu",
-        "attention_bias": keys.has("attn_q.bias"),
-        "mlp_bias": keys.has("ffn_up.bias"),
+        "attention_bias": keys.has_layer_tensor("attn_q.bias"),
+        "mlp_bias": keys.has_layer_tensor("ffn_up.bias"),
         **_rope(keys, partial_rotary),
     }
 
@@ -47,13 +47,13 @@ def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
     dims = keys.count("rope.dimension_count", keys.head_dim)
     if dims != keys.head_dim:
         if not partial_rotary:
-            raise keys.fail("rope.dimension_count", f"must be the head size, {keys.head_dim}")
+            raise keys.invalid_value("rope.dimension_count", f"must be the head size, {keys.head_dim}")
         config["partial_rotary_factor"] = dims / keys.head_dim
     factors = {key: keys.file.floats(f"rope_{name}.weight") for key, name in _FACTOR_TENSORS.items()}
-    kind = keys.get("rope.scaling.type") or "none"
+    scaling_type = keys.get("rope.scaling.type") or "none"
     factor = keys.number("rope.scaling.factor", 1.0)
-    if kind == "none" and keys.get("rope.scale_linear"):  # the key of older files
-        kind, factor = "linear", keys.number("rope.scale_linear")
+    if scaling_type == "none" and keys.get("rope.scale_linear"):  # the key of older files
+        scaling_type, factor = "linear", keys.number("rope.scale_linear")
     scaling: dict[str, object] = {}
     if factors["short_factor"] and factors["long_factor"]:
         scaling = _longrope(keys, factors["short_factor"], factors["long_factor"])
@@ -65,12 +65,12 @@ def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
         # This is equivalent to LongRoPE with the same factors for short and long sequences.
         scaling = _longrope(keys, factors["freq_factor"], factors["freq_factor"]) | {"attention_factor": 1.0}
         config["original_max_position_embeddings"] = keys.count("context_length")
-    elif kind == "linear":
+    elif scaling_type == "linear":
         scaling = {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
+    elif scaling_type == "yarn":
         scaling = _yarn(keys)
-    elif kind != "none":
-        raise keys.fail(
+    elif scaling_type != "none":
+        raise keys.invalid_value(
             "rope.scaling.type", "must be none, linear or yarn in a file without rope factor tensors"
         )
     return config | ({"rope_scaling": scaling} if scaling else {})
@@ -100,7 +100,7 @@ def _yarn(keys: GGUFKeys) -> dict[str, object]:
     for name in ("beta_fast", "beta_slow"):
         if keys.get(f"rope.scaling.yarn_{name}") is not None:
             scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
-    if keys.get("rope.scaling.attn_factor"):  # relative to the default for `factor`
+    if keys.get("rope.scaling.attn_factor"):  # the file stores a multiple of the default for `factor`
         default = 0.1 * log(factor) + 1 if factor > 1 else 1.0
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * default
     return scaling
@@ -109,8 +109,8 @@ def _yarn(keys: GGUFKeys) -> dict[str, object]:
 def layer_types(keys: GGUFKeys, period: int) -> list[str]:
     """Return the attention type of each layer.
 
-    Every ``period``-th layer uses full attention. The file can set another period, or have an array with one
-    entry per layer, which is true for a sliding window.
+    Every ``period``-th layer uses full attention. The file can set another period. It can instead have an
+    array with one entry per layer: true for sliding-window attention, false for full attention.
     """
     key = "attention.sliding_window_pattern"
     if keys.get(key) is None or type(keys.get(key)) is int:

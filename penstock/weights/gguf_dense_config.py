@@ -30,13 +30,13 @@ def _ernie(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _seed_oss(keys: GGUFKeys) -> dict[str, object]:
-    output_bias = keys.has("attn_output.bias")
+    output_bias = keys.has_layer_tensor("attn_output.bias")
     return decoder_config(keys) | {"model_type": "seed_oss", "attention_out_bias": output_bias}
 
 
 def _exaone4(keys: GGUFKeys) -> dict[str, object]:
-    config = decoder_config(keys) | {"model_type": "exaone4", "sliding_window": keys.window()}
-    return config if keys.window() is None else config | {"layer_types": layer_types(keys, 4)}
+    config = decoder_config(keys) | {"model_type": "exaone4", "sliding_window": keys.sliding_window()}
+    return config if keys.sliding_window() is None else config | {"layer_types": layer_types(keys, 4)}
 
 
 def _arcee(keys: GGUFKeys) -> dict[str, object]:
@@ -44,18 +44,18 @@ def _arcee(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _cohere(keys: GGUFKeys) -> dict[str, object]:
-    return decoder_config(keys, eps="layer_norm_eps") | {
+    return decoder_config(keys, eps_key="layer_norm_eps") | {
         "model_type": "cohere",
         "logit_scale": keys.number("logit_scale"),
-        "use_qk_norm": keys.has("attn_q_norm.weight"),
+        "use_qk_norm": keys.has_layer_tensor("attn_q_norm.weight"),
     }
 
 
 def _cohere2(keys: GGUFKeys) -> dict[str, object]:
-    return decoder_config(keys, eps="layer_norm_eps") | {
+    return decoder_config(keys, eps_key="layer_norm_eps") | {
         "model_type": "cohere2",
         "logit_scale": keys.number("logit_scale"),
-        "sliding_window": keys.window(),
+        "sliding_window": keys.sliding_window(),
         "layer_types": layer_types(keys, 4),
     }
 
@@ -65,55 +65,61 @@ def _hunyuan(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _starcoder2(keys: GGUFKeys) -> dict[str, object]:
-    config = decoder_config(keys, eps="norm_epsilon")
+    config = decoder_config(keys, eps_key="norm_epsilon")
     return config | {
         "model_type": "starcoder2",
         "use_bias": config["attention_bias"],
-        "sliding_window": keys.window(),
+        "sliding_window": keys.sliding_window(),
         "hidden_act": "gelu_pytorch_tanh",
     }
 
 
 def _phi(keys: GGUFKeys) -> dict[str, object]:
-    config = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True, eps="layer_norm_eps")
+    config = {"partial_rotary_factor": 1.0} | decoder_config(
+        keys, partial_rotary=True, eps_key="layer_norm_eps"
+    )
     del config["head_dim"]
     return config | {"model_type": "phi", "hidden_act": "gelu_new"}
 
 
 def _stablelm(keys: GGUFKeys) -> dict[str, object]:
-    config = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True, eps="layer_norm_eps")
+    config = {"partial_rotary_factor": 1.0} | decoder_config(
+        keys, partial_rotary=True, eps_key="layer_norm_eps"
+    )
     del config["head_dim"]
     return config | {
         "model_type": "stablelm",
         "use_qkv_bias": config["attention_bias"],
-        "qk_layernorm": keys.has("attn_q_norm.weight"),
-        "use_parallel_residual": not keys.has("ffn_norm.weight"),
+        "qk_layernorm": keys.has_layer_tensor("attn_q_norm.weight"),
+        "use_parallel_residual": not keys.has_layer_tensor("ffn_norm.weight"),
     }
 
 
 def _gpt_neox(keys: GGUFKeys) -> dict[str, object]:
-    config = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True, eps="layer_norm_eps")
+    config = {"partial_rotary_factor": 1.0} | decoder_config(
+        keys, partial_rotary=True, eps_key="layer_norm_eps"
+    )
     return config | {
         "model_type": "gpt_neox",
         "rotary_pct": config["partial_rotary_factor"],
-        "attention_bias": keys.has("attn_qkv.bias"),
+        "attention_bias": keys.has_layer_tensor("attn_qkv.bias"),
         "use_parallel_residual": keys.get("use_parallel_residual") is not False,
         "hidden_act": "gelu",
     }
 
 
 def _nemotron(keys: GGUFKeys) -> dict[str, object]:
-    config = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True, eps="norm_eps")
+    config = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True, eps_key="norm_eps")
     return config | {"model_type": "nemotron", "hidden_act": "relu2"}
 
 
 def _olmo(keys: GGUFKeys) -> dict[str, object]:
     limit = keys.number("attention.clamp_kqv") if keys.get("attention.clamp_kqv") else None
-    return decoder_config(keys, eps="layer_norm_eps") | {"model_type": "olmo", "clip_qkv": limit}
+    return decoder_config(keys, eps_key="layer_norm_eps") | {"model_type": "olmo", "clip_qkv": limit}
 
 
 def _ministral3(keys: GGUFKeys) -> dict[str, object]:
-    config = decoder_config(keys) | {"model_type": "ministral3", "sliding_window": keys.window()}
+    config = decoder_config(keys) | {"model_type": "ministral3", "sliding_window": keys.sliding_window()}
     scaling = cast("dict[str, object]", config.pop("rope_scaling", {"rope_type": "default"}))
     if scaling["rope_type"] == "yarn" and keys.get("rope.scaling.yarn_log_multiplier"):
         multiplier = keys.number("rope.scaling.yarn_log_multiplier")

@@ -60,7 +60,7 @@ DENSE_FAMILIES: Mapping[str, GGUFFamily] = {
     "starcoder2": GGUFFamily(LLAMA | _PLAIN_MLP),
     "phi2": GGUFFamily(LLAMA | _PHI),
     "stablelm": GGUFFamily(LLAMA | _STABLELM),
-    "gptneox": GGUFFamily(_GPT_NEOX, has_fused_heads=True),
+    "gptneox": GGUFFamily(_GPT_NEOX, orders_qkv_by_head=True),
     "nemotron": GGUFFamily(LLAMA, norm_offset=1.0),
     "olmo": GGUFFamily(LLAMA, is_interleaved=True),
     "mistral3": GGUFFamily(LLAMA, is_interleaved=True),

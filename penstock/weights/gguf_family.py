@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class GGUFFamily:
-    """The tensor names of a family, and differences between GGUF files and Hugging Face checkpoints."""
+    """The tensor names of a family, and how its GGUF files differ from Hugging Face checkpoints."""
 
     names: Mapping[str, str]
     """Name in the GGUF file -> name in the checkpoint, both without suffix.
@@ -21,7 +21,7 @@ class GGUFFamily:
     """Whether the checkpoint stores the matrices of the blocks as ``[in, out]``."""
     norm_offset: float = 0.0
     """The constant that the file adds to the weights of norms."""
-    has_fused_heads: bool = False
+    orders_qkv_by_head: bool = False
     """Whether the checkpoint orders the fused QKV matrix by head: query, key and value of head 0, then of
     head 1.
     """

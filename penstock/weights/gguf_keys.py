@@ -28,26 +28,26 @@ class GGUFKeys:
         """Return a whole number above 0. Other values, and a missing key without default, are errors."""
         value = self.get(key) if self.get(key) is not None else default
         if value is None:
-            raise self.missing(key)
+            raise self.missing_key(key)
         if type(value) is not int or value < 1:
-            raise self.fail(key, "must be a whole number of at least 1")
+            raise self.invalid_value(key, "must be a whole number of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number above 0. Other values, and a missing key without default, are errors."""
         value = self.get(key) if self.get(key) is not None else default
         if value is None:
-            raise self.missing(key)
+            raise self.missing_key(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.fail(key, "must be a number above 0")
+            raise self.invalid_value(key, "must be a number above 0")
         return value
 
-    def window(self) -> int | None:
+    def sliding_window(self) -> int | None:
         """Return the size of the sliding window, or None if it is missing or 0."""
         return self.count("attention.sliding_window") if self.get("attention.sliding_window") else None
 
-    def has(self, tensor: str) -> bool:
-        """Return whether the first layer has this tensor."""
+    def has_layer_tensor(self, tensor: str) -> bool:
+        """Return whether the first layer has a tensor, such as ``attn_q.bias``."""
         return f"blk.0.{tensor}" in self.file.tensors
 
     def num_rows(self, tensor: str) -> int:
@@ -57,7 +57,7 @@ class GGUFKeys:
         return self.file.tensors[tensor].shape[0]
 
     def array(self, key: str) -> list[object]:
-        """Return the elements of an array."""
+        """Return the elements of the array under a key; empty if the key is missing."""
         self._read.add(key)
         return self.file.array(self._prefix + key)
 
@@ -73,38 +73,41 @@ class GGUFKeys:
             )
         return [float(cast("float", value)) for value in values]
 
-    def missing(self, key: str) -> WeightsError:
+    def missing_key(self, key: str) -> WeightsError:
         """Return the error for a missing key."""
         return WeightsError(self.file.path, f"has no {self._prefix}{key}")
 
-    def fail(self, key: str, problem: str) -> WeightsError:
+    def invalid_value(self, key: str, problem: str) -> WeightsError:
         """Return the error for an invalid value."""
         return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
 
-    def unread(self) -> list[str]:
+    def unread_keys(self) -> list[str]:
         """Return the family's keys that were not read, except those without effect on the results."""
         keys = (key for key in self.file.metadata if key.startswith(self._prefix))
         handled_keys = self._read | _WITHOUT_EFFECT
         return sorted(key for key in keys if key.removeprefix(self._prefix) not in handled_keys)
 
     def check_supported(self) -> None:
-        """Check that the file sets no key that Penstock does not support for its family.
+        """Check that Penstock supports all keys of the file that require special computations.
 
         Must be called after the configuration was read, because a key that was read counts as supported.
 
         Raises:
-            WeightsError: the file sets such a key, or another key has an unsupported value.
+            WeightsError: a key of `_RESTRICTED_KEYS` is set but not supported for the family, or another key
+                has an unsupported value.
         """
         for key in _RESTRICTED_KEYS:
             is_read = key in self._read or key in _SUPPORTED_BY.get(self._prefix, ())
             if not is_read and self.get(key):
-                raise self.fail(key, "is not supported")
+                raise self.invalid_value(key, "is not supported")
         if self.get("attention.causal") is False:
-            raise self.fail("attention.causal", "must be true: text generation needs causal attention")
+            raise self.invalid_value(
+                "attention.causal", "must be true: text generation needs causal attention"
+            )
         if self.get("tensor_data_layout") not in (None, "reference", "Meta AI original pth"):
-            raise self.fail("tensor_data_layout", "is unknown")
+            raise self.invalid_value("tensor_data_layout", "is unknown")
         if self.count("attention.value_length", self.head_dim) != self.head_dim:
-            raise self.fail("attention.value_length", f"must be the head size, {self.head_dim}")
+            raise self.invalid_value("attention.value_length", f"must be the head size, {self.head_dim}")
 
     @property
     def head_dim(self) -> int:
@@ -126,6 +129,7 @@ _RESTRICTED_KEYS = (
     "rope.scaling.yarn_attn_factor",
     "router_logit_softcapping",
 )
+"""Keys that require computations which the networks of most families do not implement."""
 _SUPPORTED_BY = {
     "gptneox.": ("use_parallel_residual",),
     "stablelm.": ("use_parallel_residual",),

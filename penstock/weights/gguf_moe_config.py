@@ -26,20 +26,22 @@ def _experts(keys: GGUFKeys) -> dict[str, object]:
 
 def _check_gating(keys: GGUFKeys, function: int) -> None:
     if keys.get("expert_gating_func") not in (None, function):
-        raise keys.fail("expert_gating_func", f"must be {function} in this family")
+        raise keys.invalid_value("expert_gating_func", f"must be {function} in this family")
 
 
 def _qwen2_moe(keys: GGUFKeys) -> dict[str, object]:
-    inner = keys.count("expert_feed_forward_length")
+    expert_intermediate_size = keys.count("expert_feed_forward_length")
     return (
         decoder_config(keys)
         | _experts(keys)
         | {
             "model_type": "qwen2_moe",
-            "moe_intermediate_size": inner,
-            "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length", inner),
+            "moe_intermediate_size": expert_intermediate_size,
+            "shared_expert_intermediate_size": keys.count(
+                "expert_shared_feed_forward_length", expert_intermediate_size
+            ),
             "norm_topk_prob": keys.get("expert_weights_norm") is True,
-            "qkv_bias": keys.has("attn_q.bias"),
+            "qkv_bias": keys.has_layer_tensor("attn_q.bias"),
         }
     )
 
@@ -51,7 +53,7 @@ def _olmoe(keys: GGUFKeys) -> dict[str, object]:
 
 def _granite_moe(keys: GGUFKeys) -> dict[str, object]:
     if keys.get("expert_shared_feed_forward_length"):
-        raise keys.fail(
+        raise keys.invalid_value(
             "expert_shared_feed_forward_length", "must be absent: shared experts are not supported"
         )
     return (
@@ -72,7 +74,7 @@ def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
     draft_layers = keys.get("nextn_predict_layers") or 0
     layers = keys.count("block_count")
     if type(draft_layers) is not int or not 0 <= draft_layers < layers:
-        raise keys.fail("nextn_predict_layers", f"must be less than the {layers} blocks of the file")
+        raise keys.invalid_value("nextn_predict_layers", f"must be less than the {layers} blocks of the file")
     return (
         decoder_config(keys, partial_rotary=True)
         | _experts(keys)
@@ -87,7 +89,7 @@ def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
             "norm_topk_prob": keys.get("expert_weights_norm") is not False,
             "n_group": keys.count("expert_group_count", 1),
             "topk_group": keys.count("expert_group_used_count", 1),
-            "use_qk_norm": keys.has("attn_q_norm.weight"),
+            "use_qk_norm": keys.has_layer_tensor("attn_q_norm.weight"),
             "partial_rotary_factor": keys.count("rope.dimension_count", keys.head_dim) / keys.head_dim,
         }
     )
@@ -129,8 +131,8 @@ def _phimoe(keys: GGUFKeys) -> dict[str, object]:
         | _experts(keys)
         | {
             "model_type": "phimoe",
-            "sliding_window": keys.window(),
-            "attention_bias": keys.has("attn_q.bias"),
+            "sliding_window": keys.sliding_window(),
+            "attention_bias": keys.has_layer_tensor("attn_q.bias"),
             "lm_head_bias": "output.bias" in keys.file.tensors,
         }
     )

@@ -26,7 +26,7 @@ def _experts(path: str, router: str, parts: tuple[str, str, str]) -> dict[str, s
     }
 
 
-def _shared(path: str) -> dict[str, str]:
+def _shared_experts(path: str) -> dict[str, str]:
     """Return GGUF name -> checkpoint name, for the shared experts at ``path`` within a block."""
     return {f"blk.N.ffn_{short}_shexp": f"{_BLOCK}.{path}.{short}_proj" for short in ("gate", "up", "down")}
 
@@ -42,27 +42,27 @@ _DRAFT_LAYERS = {
     f"blk.N.nextn.{part}": f"{_BLOCK}.nextn.{part}"
     for part in ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_head", "shared_head_norm")
 }
-_BIAS = "e_score_correction_bias"
+_CORRECTION_BIAS = "e_score_correction_bias"
 
 MOE_FAMILIES: Mapping[str, GGUFFamily] = {
     "qwen2moe": GGUFFamily(
-        _QWEN | _shared("mlp.shared_expert"),
+        _QWEN | _shared_experts("mlp.shared_expert"),
         vectors={"blk.N.ffn_gate_inp_shexp": (f"{_BLOCK}.mlp.shared_expert_gate.weight", 2)},
     ),
     "olmoe": GGUFFamily(_QWEN),
     "granitemoe": GGUFFamily(_GRANITE, is_interleaved=True),
     "glm4moe": GGUFFamily(
-        _QWEN | _shared("mlp.shared_experts") | _GLM_NORM | _DRAFT_LAYERS,
-        vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.gate.{_BIAS}", 1)},
+        _QWEN | _shared_experts("mlp.shared_experts") | _GLM_NORM | _DRAFT_LAYERS,
+        vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.gate.{_CORRECTION_BIAS}", 1)},
     ),
     "minimax-m2": GGUFFamily(
-        _MIXTRAL, vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.block_sparse_moe.{_BIAS}", 1)}
+        _MIXTRAL, vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.block_sparse_moe.{_CORRECTION_BIAS}", 1)}
     ),
     "ernie4_5-moe": GGUFFamily(
-        _QWEN | _shared("mlp.shared_experts"),
-        vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.moe_statics.{_BIAS}", 2)},
+        _QWEN | _shared_experts("mlp.shared_experts"),
+        vectors={"blk.N.exp_probs_b": (f"{_BLOCK}.mlp.moe_statics.{_CORRECTION_BIAS}", 2)},
     ),
     "phimoe": GGUFFamily(_MIXTRAL),
-    "llama4": GGUFFamily(_LLAMA4 | _shared("feed_forward.shared_expert")),
+    "llama4": GGUFFamily(_LLAMA4 | _shared_experts("feed_forward.shared_expert")),
 }
 """``general.architecture`` -> tensor names and storage options."""

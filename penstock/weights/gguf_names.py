@@ -36,7 +36,7 @@ PACKAGE_BLOCKS = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     *("TQ1_0", "TQ2_0"),
 )
-"""Block types that the package ``gguf`` reads. It contains the tables of values of these types."""
+"""Block types that the Python package ``gguf`` reads, which contains the tables of values of these types."""
 
 _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "F64": DType.float64}
 
@@ -45,11 +45,11 @@ _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "
 class GGUFTensor(TensorHeader):
     """A tensor of a GGUF file, or its part for one expert or head, with the shape in the checkpoint."""
 
-    heads: int = 0
+    num_interleaved_heads: int = 0
     """Number of heads if the rows are interleaved for the rotary embedding; otherwise 0."""
-    fused_heads: int = 0
-    """Number of heads if the file stores all queries, then all keys, then all values, and the checkpoint
-    orders them by head; otherwise 0.
+    num_fused_heads: int = 0
+    """Number of heads if the file stores the rows of all queries, then of all keys, then of all values, and
+    the checkpoint orders these rows by head; otherwise 0.
     """
     weight_offset: float = 0.0
     """The constant that the file adds to the weight."""
@@ -69,18 +69,18 @@ class GGUFTensor(TensorHeader):
 
         Returns None if the rows are not contiguous, or if the tensor is not a matrix.
         """
-        if len(self.shape) != 2 or self.is_transposed:
+        if len(self.shape) != 2 or self.is_transposed or self.num_fused_heads:
             return None
-        size = self.num_bytes // self.shape[0]
-        head = self.shape[0] // self.heads if self.heads else 1
-        if start % head or stop % head:
+        row_bytes = self.num_bytes // self.shape[0]
+        head_dim = self.shape[0] // self.num_interleaved_heads if self.num_interleaved_heads else 1
+        if start % head_dim or stop % head_dim:
             return None  # the rows of a head are interleaved, so a part of a head is not contiguous
         return replace(
             self,
             shape=(stop - start, self.shape[1]),
-            num_bytes=size * (stop - start),
-            offset=self.offset + size * start,
-            heads=(stop - start) // head if self.heads else 0,
+            num_bytes=row_bytes * (stop - start),
+            offset=self.offset + row_bytes * start,
+            num_interleaved_heads=(stop - start) // head_dim if self.num_interleaved_heads else 0,
         )
 
 
@@ -146,12 +146,12 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     """
     file = GGUFFile(path)
     name = read_architecture(file)
-    family, heads = _FAMILIES[name], _head_counts(file, name)
+    family, num_heads = _FAMILIES[name], _num_heads_by_name(file, name)
     return {
         header_name: header
         for tensor in file.tensors.values()
         if not _IGNORED.fullmatch(tensor.name)
-        for header_name, header in _headers(tensor, family, heads)
+        for header_name, header in _headers(tensor, family, num_heads)
     }
 
 
@@ -167,34 +167,34 @@ def read_architecture(file: GGUFFile) -> str:
     return name
 
 
-def _head_counts(file: GGUFFile, architecture: str) -> dict[str, int]:
+def _num_heads_by_name(file: GGUFFile, architecture: str) -> dict[str, int]:
     """Return the numbers of query heads and of key heads, under the keys ``attn_q`` and ``attn_k``.
 
     Raises:
         WeightsError: a number is missing or is not a positive integer.
     """
-    queries = file.metadata.get(f"{architecture}.attention.head_count")
-    keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
-    heads = {}
-    for name, count in (("attn_q", queries), ("attn_k", keys)):
-        heads[name] = count if isinstance(count, int) else 0
-        if heads[name] < 1:
+    num_query_heads = file.metadata.get(f"{architecture}.attention.head_count")
+    num_kv_heads = file.metadata.get(f"{architecture}.attention.head_count_kv", num_query_heads)
+    num_heads = {}
+    for name, value in (("attn_q", num_query_heads), ("attn_k", num_kv_heads)):
+        num_heads[name] = value if isinstance(value, int) else 0
+        if num_heads[name] < 1:
             keys = f"{architecture}.attention.head_count and head_count_kv"
-            problem = f"{keys} must be positive integers, not {count!r}"
-            raise WeightsError(file.path, problem)
-    return heads
+            raise WeightsError(file.path, f"{keys} must be positive integers, not {value!r}")
+    return num_heads
 
 
 def _headers(
-    tensor: StoredTensor, family: GGUFFamily, heads: Mapping[str, int]
+    tensor: StoredTensor, family: GGUFFamily, num_heads: Mapping[str, int]
 ) -> Iterator[tuple[str, GGUFTensor]]:
+    """Yield (name in the checkpoint, header) of a tensor, or of each of its parts for one expert or head."""
     if tensor.block_type.name not in (*READABLE_BLOCKS, *PACKAGE_BLOCKS, *_FLOATS):
         raise WeightsError(
             tensor.file,
             f"{tensor.name} has type {tensor.block_type.name}, which cannot be read: use one of "
             f"{', '.join((*_FLOATS, *READABLE_BLOCKS, *PACKAGE_BLOCKS))}",
         )
-    stem, _, kind = tensor.name.rpartition(".")  # kind is weight or bias
+    stem, _, suffix = tensor.name.rpartition(".")  # the suffix is weight or bias
     block = re.match(r"blk\.(\d+)\.", stem)
     layer = block[1] if block else "N"
     name = family.names.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
@@ -210,16 +210,16 @@ def _headers(
         yield _convert_vector(header, family)
         return
     part = stem.rpartition(".")[2]
-    if family.is_interleaved and part in heads:
-        header = replace(header, heads=heads[part])
-    if part == "attn_qkv" and family.has_fused_heads:
-        header = replace(header, fused_heads=heads["attn_q"])
+    if family.is_interleaved and part in num_heads:
+        header = replace(header, num_interleaved_heads=num_heads[part])
+    if part == "attn_qkv" and family.orders_qkv_by_head:
+        header = replace(header, num_fused_heads=num_heads["attn_q"])
     if family.is_transposed and block and len(tensor.shape) == 2:
         header = replace(header, is_transposed=True, shape=tensor.shape[::-1])
-    if part.endswith("norm") and kind == "weight":
+    if part.endswith("norm") and suffix == "weight":
         header = replace(header, weight_offset=family.norm_offset)
-    for expert, part_header in _experts(header) if "X" in name else [("X", header)]:
-        full_name = f"{name}.{kind}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}.")
+    for expert, part_header in _parts_per_expert_or_head(header) if "X" in name else [("X", header)]:
+        full_name = f"{name}.{suffix}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}.")
         yield full_name, part_header
 
 
@@ -235,8 +235,8 @@ def _convert_vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTe
     return name.replace(".N.", f".{block[1]}."), replace(header, shape=shape)
 
 
-def _experts(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-    """Yield the parts of a tensor with the matrices of all experts, or with the norms of all heads."""
+def _parts_per_expert_or_head(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+    """Yield (index, part) of a tensor that contains the matrices of all experts or the norms of all heads."""
     dimensions = 2 if header.stored_name.partition(".weight")[0].endswith("norm") else 3
     if len(header.shape) != dimensions:
         raise WeightsError(

@@ -40,11 +40,11 @@ def reorder_rows(rows: Tensor, header: GGUFTensor) -> Tensor:
     Interleaved rows of a head are reordered from ``0 D/2 1 D/2+1 ...`` to ``0 1 2 ...``. Fused rows are
     reordered from all queries, all keys, all values to the query, key and value of each head.
     """
-    if header.heads:
-        pairs = rows.view(header.heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
+    if header.num_interleaved_heads:
+        pairs = rows.view(header.num_interleaved_heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
         return pairs.transpose(1, 2).reshape(rows.shape)
-    if header.fused_heads:
-        parts = rows.view(3, header.fused_heads, -1, *rows.shape[1:])  # [3, H, D, ...]
+    if header.num_fused_heads:
+        parts = rows.view(3, header.num_fused_heads, -1, *rows.shape[1:])  # [3, H, D, ...]
         return parts.transpose(0, 1).reshape(rows.shape)
     return rows
 

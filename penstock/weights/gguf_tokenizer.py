@@ -28,7 +28,7 @@ from penstock.errors import CheckpointError
 from penstock.weights.gguf import GGUFFile
 
 _HINT = "put the model's tokenizer.json in the same folder"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Control tokens that end a turn, for older files that do not set ``eot_token_id``."""
 
@@ -52,7 +52,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
             same id in the file; a space equals SentencePiece's mark for a space.
 
     Raises:
-        CheckpointError: the file has no tokenizer, its tokenizer is not supported or damaged, or the tokens
+        CheckpointError: the file has no tokenizer, its tokenizer is unsupported or damaged, or the tokens
             of ``tokenizer`` differ.
     """
     file = GGUFFile(path)
@@ -60,7 +60,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
     if tokenizer is not None:
         _check_same_tokens(path, tokens, tokenizer)
     return GGUFTokenizer(
-        tokenizer or _tokenizer(file, tokens),
+        tokenizer or _build_tokenizer(file, tokens),
         dict(_special_tokens(file, tokens)),
         dict(_templates(file)),
         tuple(dict.fromkeys(_eos_token_ids(file, tokens))),
@@ -68,8 +68,9 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 
 
 def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> None:
+    """Raise a `CheckpointError` unless each token of ``tokenizer`` has the same id in ``tokens``."""
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        # User-defined tokens contain either a space or SentencePiece's mark for it.
+        # In user-defined tokens, a space is stored either as a space or as SentencePiece's mark for it.
         if token_id >= len(tokens) or tokens[token_id].replace("▁", " ") != token.replace("▁", " "):
             file_token = repr(tokens[token_id]) if token_id < len(tokens) else "missing"
             raise CheckpointError(
@@ -79,19 +80,19 @@ def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> N
             )
 
 
-def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
+def _build_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     tokenizer_json = file.metadata.get("tokenizer.huggingface.json")
     if isinstance(tokenizer_json, str):
         try:
             return Tokenizer.from_str(tokenizer_json)
-        except Exception as error:  # the library raises only Exception
+        except Exception as error:  # the library raises Exception itself for all errors
             raise CheckpointError(
                 file.path, f"tokenizer.huggingface.json cannot be read as a tokenizer: {error}"
             ) from error
-    kind = file.metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    model = file.metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
         raise CheckpointError(
-            file.path, f"has a tokenizer of the unsupported kind {kind!r} (supported: gpt2, llama): {_HINT}"
+            file.path, f"has a tokenizer of the unsupported kind {model!r} (supported: gpt2, llama): {_HINT}"
         )
     types = _read_numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -100,7 +101,7 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding}
     if len(vocabulary) + len(padding) < len(tokens):
         raise CheckpointError(file.path, f"has a token twice: {_HINT}")
-    build = _byte_level if kind == "gpt2" else _sentencepiece
+    build = _byte_level if model == "gpt2" else _sentencepiece
     tokenizer = build(file, vocabulary, types)
     tokenizer.add_special_tokens(
         [_added_token(token) for token, i in vocabulary.items() if types[i] in (_CONTROL, _UNKNOWN)]
@@ -150,10 +151,10 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
         raise CheckpointError(file.path, f"has {len(types)} tokens, but scores for {len(scores)}")
     pieces = {token: i for token, i in vocabulary.items() if types[i] == _NORMAL}
     merges = [
-        (-scores[i], -cut, token[:cut], token[cut:])
-        for token, i in pieces.items()
-        for cut in range(1, len(token))
-        if token[:cut] in pieces and token[cut:] in pieces
+        (-scores[token_id], -left_length, token[:left_length], token[left_length:])
+        for token, token_id in pieces.items()
+        for left_length in range(1, len(token))
+        if token[:left_length] in pieces and token[left_length:] in pieces
     ]
     merges.sort()  # by descending score; merges to the same token by descending length of the left part
     unknown = next((token for token, i in vocabulary.items() if types[i] == _UNKNOWN), None)
@@ -166,15 +167,15 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
             byte_fallback=True,
         )
     )
-    has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
-    mark = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), mark]) if has_prefix else mark
+    adds_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if adds_prefix else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_prefix else steps)
     return tokenizer
 
 
-_DIGITS = "digits"
+_DIGITS = "digits"  # instead of a pattern: each digit is a word
 _GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -244,10 +245,10 @@ def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) ->
     If the file does not set ``add_bos_token``, BOS is added for ``llama``, and for ``gpt2`` if the
     pre-tokenizer has `_Splitter.adds_bos`.
     """
-    is_spm = file.metadata.get("tokenizer.ggml.model") == "llama"
+    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:
-        adds_bos = is_spm or _splitter(file).adds_bos
+        adds_bos = is_sentencepiece or _splitter(file).adds_bos
     token_ids = {}
     if adds_bos:
         token_ids["bos"] = _token_id(file, tokens, "bos_token_id")
@@ -265,6 +266,7 @@ def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) ->
 
 
 def _token_id(file: GGUFFile, tokens: list[str], name: str) -> int | None:
+    """Return the token id under ``tokenizer.ggml.<name>``, or None if the file names no token."""
     token_id = file.metadata.get(f"tokenizer.ggml.{name}")
     # Some programs write 2**32 - 1 for a token that does not exist.
     if token_id is None or token_id == 2**32 - 1:
@@ -285,14 +287,14 @@ def _special_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[str, st
 
 
 def _eos_token_ids(file: GGUFFile, tokens: list[str]) -> Iterator[int]:
-    ends = [_token_id(file, tokens, f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    yield from (token_id for token_id in ends if token_id is not None)
-    if ends[1] is None:
+    eos, eot, eom = (_token_id(file, tokens, f"{name}_token_id") for name in ("eos", "eot", "eom"))
+    yield from (token_id for token_id in (eos, eot, eom) if token_id is not None)
+    if eot is None:
         types = _read_numbers(file, "tokenizer.ggml.token_type")
         yield from (
             token_id
-            for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
-            if kind == _CONTROL and token in _TURN_ENDS
+            for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=False))
+            if token_type == _CONTROL and token in _TURN_ENDS
         )
 
 

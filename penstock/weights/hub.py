@@ -30,9 +30,13 @@ TOKEN_VECTORS_FILE = "colbert_linear.pt"
 """The weight file of BGE-M3's head for the vector of each token, for multi-vector output."""
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
-_EMBEDDED = {DEMO: _DEMO_FOLDER, DEMO_VOICE: _DEMO_FOLDER / "voice", DEMO_VISION: _DEMO_FOLDER / "vision"}
+_INCLUDED_MODELS = {
+    DEMO: _DEMO_FOLDER,
+    DEMO_VOICE: _DEMO_FOLDER / "voice",
+    DEMO_VISION: _DEMO_FOLDER / "vision",
+}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_DOWNLOADED_FILES = (
+_DOWNLOADED_PATTERNS = (
     "*.json",
     "*.jinja",
     "*.safetensors",
@@ -44,7 +48,7 @@ _DOWNLOADED_FILES = (
 )
 _CONVERT_HINT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
 _RUN_ONLINE = "run once with a connection to the hub; files that are already in the cache are kept"
-_IGNORED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
+_IGNORED_PATTERNS = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
 
 
 def resolve_checkpoint(
@@ -65,8 +69,8 @@ def resolve_checkpoint(
         CheckpointNotFoundError: the model does not exist or cannot be reached.
         CheckpointError: the checkpoint cannot be loaded.
     """
-    if model_path in _EMBEDDED:
-        return _check_checkpoint(_EMBEDDED[model_path], gguf_file)
+    if model_path in _INCLUDED_MODELS:
+        return _check_checkpoint(_INCLUDED_MODELS[model_path], gguf_file)
     if _is_local(model_path):
         return _check_checkpoint(Path(os.path.abspath(os.path.expanduser(model_path))), gguf_file)
     return _check_checkpoint(_download(model_path, revision, gguf_file, resumes), None)
@@ -109,7 +113,7 @@ def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -
 
 def local_name(model_path: str) -> str:
     """Return the name under which a model is served: the name of its folder or GGUF file, or its hub id."""
-    if model_path in _EMBEDDED or not _is_local(model_path):
+    if model_path in _INCLUDED_MODELS or not _is_local(model_path):
         return model_path
     path = Path(os.path.abspath(os.path.expanduser(model_path)))
     name = path.stem if path.suffix.lower() == gguf.SUFFIX and not path.is_dir() else path.name
@@ -118,7 +122,7 @@ def local_name(model_path: str) -> str:
 
 def is_hub_id(model_path: str) -> bool:
     """Return whether a model is searched on the hub: it is neither an included model nor a path."""
-    return model_path not in _EMBEDDED and not _is_local(model_path)
+    return model_path not in _INCLUDED_MODELS and not _is_local(model_path)
 
 
 def _is_local(model_path: str) -> bool:
@@ -129,32 +133,36 @@ def _is_local(model_path: str) -> bool:
     )
 
 
-def _check_checkpoint(folder: Path, gguf_file: str | None) -> Path:
-    if not os.path.exists(folder):
+def _check_checkpoint(path: Path, gguf_file: str | None) -> Path:
+    """Return the folder or the GGUF file to load from ``path``.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` does not exist.
+        CheckpointError: ``path`` is another file, or a folder without a checkpoint that can be loaded.
+    """
+    if not os.path.exists(path):
         raise CheckpointNotFoundError(
-            folder, "no such folder or GGUF file: use the path of a checkpoint, or a hub id"
+            path, "no such folder or GGUF file: use the path of a checkpoint, or a hub id"
         )
-    if not folder.is_dir():
-        if folder.suffix.lower() == gguf.SUFFIX:
-            if gguf_file is not None and gguf_file.lower() not in folder.name.lower():
-                raise CheckpointError(folder, f"does not match --gguf-file {gguf_file!r}")
-            return gguf.part_files(folder)[0]
-        raise CheckpointError(
-            folder, f"is a file: use the folder that contains the checkpoint, {folder.parent}"
-        )
+    if not path.is_dir():
+        if path.suffix.lower() == gguf.SUFFIX:
+            if gguf_file is not None and gguf_file.lower() not in path.name.lower():
+                raise CheckpointError(path, f"does not match --gguf-file {gguf_file!r}")
+            return gguf.part_files(path)[0]
+        raise CheckpointError(path, f"is a file: use the folder that contains the checkpoint, {path.parent}")
     try:
-        names = os.listdir(folder)
+        names = os.listdir(path)
     except OSError as problem:
-        raise CheckpointError(folder, f"cannot be read: {problem.strerror}") from problem
+        raise CheckpointError(path, f"cannot be read: {problem.strerror}") from problem
     if not names:
-        raise CheckpointError(folder, "is empty: use a folder with config.json and *.safetensors")
+        raise CheckpointError(path, "is empty: use a folder with config.json and *.safetensors")
     has_weights = "config.json" in names and any(name.endswith(".safetensors") for name in names)
     if gguf_file is not None or (not has_weights and _gguf_models(names)):
-        return folder / _select_gguf(folder, names, gguf_file)
+        return path / _select_gguf(path, names, gguf_file)
     reason = _folder_problem(names)
     if reason:
-        raise CheckpointError(folder, reason)
-    return folder
+        raise CheckpointError(path, reason)
+    return path
 
 
 def _folder_problem(names: list[str]) -> str | None:
@@ -183,8 +191,10 @@ def _gguf_models(names: Iterable[str]) -> list[str]:
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
-def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> str:
-    """Return the GGUF file among ``names`` that ``gguf_file`` selects.
+def _select_gguf(checkpoint: object, names: Iterable[str], gguf_file: str | None) -> str:
+    """Return the GGUF file among ``names`` that ``gguf_file`` selects, or the only GGUF file if it is None.
+
+    ``checkpoint`` is the folder or the hub id, for error messages.
 
     Raises:
         CheckpointError: no file matches, or more than one.
@@ -203,11 +213,11 @@ def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> 
     num_unlisted = len(matches or models) - _MAX_LISTED
     listed += f" and {num_unlisted} more" if num_unlisted > 0 else ""
     if not models:
-        raise CheckpointError(where, f"has no GGUF file that matches --gguf-file {gguf_file!r}")
+        raise CheckpointError(checkpoint, f"has no GGUF file that matches --gguf-file {gguf_file!r}")
     if not matches:
-        raise CheckpointError(where, f"has no GGUF file {gguf_file!r}: choose one of {listed}")
+        raise CheckpointError(checkpoint, f"has no GGUF file {gguf_file!r}: choose one of {listed}")
     raise CheckpointError(
-        where, f"has {len(matches)} matching GGUF files: choose one of them with --gguf-file: {listed}"
+        checkpoint, f"has {len(matches)} matching GGUF files: choose one of them with --gguf-file: {listed}"
     )
 
 
@@ -219,7 +229,7 @@ def _download(model_id: str, revision: str, gguf_file: str | None, resumes: bool
         raise CheckpointNotFoundError(
             repr(model_id), "is neither a folder nor a hub id: write ./folder, name or namespace/name"
         )
-    patterns = [name for name in _DOWNLOADED_FILES if gguf_file is None or name != "*.safetensors"]
+    patterns = [name for name in _DOWNLOADED_PATTERNS if gguf_file is None or name != "*.safetensors"]
     folder = _snapshot(model_id, revision, patterns, resumes=resumes)
     if gguf_file is not None or not any(folder.glob("*.safetensors")):
         models = _gguf_models(_remote_names(model_id, revision, folder))
@@ -236,19 +246,19 @@ def _download(model_id: str, revision: str, gguf_file: str | None, resumes: bool
 
 
 def _snapshot(model_id: str, revision: str, patterns: list[str], *, resumes: bool = False) -> Path:
-    """Return the folder with the files that match the patterns. Download the missing ones.
+    """Return the folder in the hub's cache with the files that match the patterns. Download missing files.
 
     With ``resumes``, an interrupted download of a large file continues.
     """
     if resumes:
         from penstock.weights.resumable_download import download_large_files
 
-        download_large_files(model_id, revision, patterns, list(_IGNORED_FILES))
+        download_large_files(model_id, revision, patterns, list(_IGNORED_PATTERNS))
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
-            model_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_IGNORED_FILES)
+            model_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_IGNORED_PATTERNS)
         )
     except Exception as problem:  # errors of the client, the network and the disk have no common class
         raise CheckpointNotFoundError(model_id, _explanation(problem, model_id, revision)) from problem

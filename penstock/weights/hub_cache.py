@@ -11,7 +11,7 @@ from penstock.errors import CheckpointError, CheckpointNotFoundError
 from penstock.weights.hub import HUB_ID, missing_shards
 
 _PREFIX = "models--"
-_PARTIAL = "*.incomplete"
+_PARTIAL_PATTERN = "*.incomplete"
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class CachedModel:
     """One revision of a model in the cache. Revisions of a model share identical files."""
 
     name: str
+    """The id of the model on the hub."""
     revision: str | None
     """The commit hash; None for a model without any completely downloaded file."""
     refs: Sequence[str]
@@ -26,7 +27,7 @@ class CachedModel:
     path: Path
     num_files: int
     num_bytes: int
-    """The size of the files, including all partly downloaded files of the model."""
+    """The size of the revision's files and of all partly downloaded files of the model."""
     last_used: float
     """The time at which a file was last read, or written if none is complete, in seconds since 1970."""
     is_complete: bool
@@ -64,8 +65,8 @@ def cached_models() -> list[CachedModel]:
         name = folder.name.removeprefix(_PREFIX).replace("--", "/")
         if name not in names_with_revision and folder.is_dir():
             partial = [*_partial_files(folder)]
-            used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
-            models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), used, False))
+            last_used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
+            models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), last_used, False))
     return sorted(models, key=lambda model: (model.name, model.revision or ""))
 
 
@@ -86,9 +87,9 @@ def cache_size() -> int:
 
 
 def cached_revision(path: Path) -> str | None:
-    """Return the name of the folder below ``snapshots`` in a path; None for a path without such a folder.
+    """Return the commit hash in the path of a checkpoint in the cache; None for other paths.
 
-    For a checkpoint in the cache, this name is its commit hash.
+    The hash is the name of the folder below ``snapshots``.
     """
     folders = [path, *path.parents]
     return next((folder.name for folder in folders if folder.parent.name == "snapshots"), None)
@@ -99,12 +100,12 @@ def delete_model(name: str, revision: str | None = None) -> int:
 
     Args:
         name: the id of the model on the hub.
-        revision: a branch, a tag, or the beginning of a commit; None deletes all revisions and partly
+        revision: a branch, a tag, or the beginning of a commit hash; None deletes all revisions and partly
             downloaded files.
 
     Raises:
         CheckpointNotFoundError: the cache does not have the model or the revision.
-        CheckpointError: the revision is the beginning of several commits, or a file cannot be deleted.
+        CheckpointError: several commit hashes begin with ``revision``, or a file cannot be deleted.
     """
     from huggingface_hub import scan_cache_dir
 
@@ -112,10 +113,10 @@ def delete_model(name: str, revision: str | None = None) -> int:
     folder = _cache_folder() / (_PREFIX + name.replace("/", "--"))
     try:
         if revision is None:
-            size = sum(file.lstat().st_size for file in folder.rglob("*") if _is_regular(file))
+            num_bytes = sum(file.lstat().st_size for file in folder.rglob("*") if _is_regular(file))
             shutil.rmtree(folder)
             shutil.rmtree(folder.parent / ".locks" / folder.name, ignore_errors=True)
-            return size
+            return num_bytes
         strategy = scan_cache_dir(_cache_folder()).delete_revisions(
             *(model.revision for model in models if model.revision is not None)
         )
@@ -134,7 +135,7 @@ def find_cached_models(name: str, revision: str | None = None) -> list[CachedMod
 
     Raises:
         CheckpointNotFoundError: the cache does not have the model or the revision.
-        CheckpointError: ``revision`` is the beginning of several commit hashes.
+        CheckpointError: several commit hashes begin with ``revision``.
     """
     if not HUB_ID.fullmatch(name):
         raise CheckpointNotFoundError(repr(name), "is not a hub id: write name or namespace/name")
@@ -170,7 +171,7 @@ def _cache_folder() -> Path:
 
 
 def _partial_files(folder: Path) -> Iterator[Path]:
-    return (folder / "blobs").glob(_PARTIAL)
+    return (folder / "blobs").glob(_PARTIAL_PATTERN)
 
 
 def _total_size(files: Sequence[Path]) -> int:

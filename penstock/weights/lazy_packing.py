@@ -1,8 +1,8 @@
 """`LazyPacking`: decides when the lazily packed weights of a model are packed, and reserves their memory.
 
-Loading a model leaves mapped weights unpacked (`penstock.kernels.LazyWeight`). The first step uses the
-unpacked rows. An idle worker packs one weight at a time. The remaining weights are packed before the second
-step.
+Loading a model leaves mapped weights unpacked (`penstock.kernels.LazyWeight`). The first step computes with
+the unpacked weights. An idle worker packs one weight at a time. All weights that are still unpacked are
+packed before the second step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock.host.memory import MemoryReservation, MemoryReservations
 from penstock.kernels import LazyWeight, PackedLinear
 
 MIN_LAZY_BYTES = 64 << 20
-"""If all lazily packed weights have fewer bytes in total, they are packed during loading, because this is
-fast.
+"""If the lazily packed weights of a model have fewer bytes in total, they are packed during loading, because
+packing few bytes is fast.
 """
 
 
@@ -34,7 +34,7 @@ class LazyPacking:
         self._pending: deque[tuple[LazyWeight, MemoryReservation]] = deque(
             (weight, reservations.reserve(weight.num_bytes)) for weight in pending
         )
-        self._has_run = False
+        self._has_run_step = False
         if sum(weight.num_bytes for weight in pending) < MIN_LAZY_BYTES:
             self.pack_all()
 
@@ -45,9 +45,9 @@ class LazyPacking:
 
     def begin_step(self) -> None:
         """Pack the remaining weights if this is not the first step."""
-        if self._has_run:
+        if self._has_run_step:
             self.pack_all()
-        self._has_run = True
+        self._has_run_step = True
 
     def pack_next(self) -> bool:
         """Pack the next weight, if there is one. Return whether more weights remain."""

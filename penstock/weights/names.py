@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|module)\.")  # added by torch.compile and by data parallelism
-_OUTER = re.compile(r"(?:transformer|language_model)\.(?=model\.|layers\.|embed_tokens\.|norm\.|lm_head\.)")
-_INNER = re.compile(r"model\.language_model\.(?:model\.)?")
+_OUTER_MODEL_PREFIX = re.compile(
+    r"(?:transformer|language_model)\.(?=model\.|layers\.|embed_tokens\.|norm\.|lm_head\.)"
+)
+_LANGUAGE_MODEL_PREFIX = re.compile(r"model\.language_model\.(?:model\.)?")
 _PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\.original$")  # of torch.nn.utils.parametrize
-_BODY = re.compile(r"(?:layers\.\d+|embed_tokens|norm)\.")
+_PART_WITHOUT_HEAD = re.compile(r"(?:layers\.\d+|embed_tokens|norm)\.")
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -26,11 +28,16 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     dict_values(['model.embed_tokens.weight', 'model.layers.0.mlp.up_proj.weight'])
     """
     plain = {
-        name: _INNER.sub("model.", _OUTER.sub("", _remove_wrappers(name), count=1), count=1) for name in names
+        name: _LANGUAGE_MODEL_PREFIX.sub(
+            "model.", _OUTER_MODEL_PREFIX.sub("", _remove_wrappers(name), count=1), count=1
+        )
+        for name in names
     }
     if "embed_tokens.weight" not in plain.values():
         return plain
-    return {stored: f"model.{name}" if _BODY.match(name) else name for stored, name in plain.items()}
+    return {
+        stored: f"model.{name}" if _PART_WITHOUT_HEAD.match(name) else name for stored, name in plain.items()
+    }
 
 
 def _remove_wrappers(name: str) -> str:

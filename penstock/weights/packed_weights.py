@@ -2,9 +2,9 @@
 
 ``penstock warm-cache --pack`` writes the file. It is a safetensors file
 (https://huggingface.co/docs/safetensors). Its metadata describe the layers in load order. They also contain
-the files and a digest of the configuration of the checkpoint, the encoding, the memory layout and the version
-of Penstock. If one of these differs, the file is not used. All processes share the pages of the file in the
-page cache.
+what the packed weights depend on: the state of the checkpoint's files, a digest of its configuration, the
+encoding, the memory layout and the version of Penstock. If one of these differs, the file is not used. All
+processes share the pages of the file in the page cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.weights.safetensors import read_header
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes of a cache line; aligned vector loads do not cross cache lines
-_TYPES = {
+_TORCH_DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
     "F16": torch.float16,
@@ -41,9 +41,9 @@ _TYPES = {
     "F32": torch.float32,
     "I32": torch.int32,
 }
-_ORDER = "order"
+_ORDER_NAME = "order"
 """The name of the tensor `PackedLinear.order` in the file."""
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_TYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
@@ -102,7 +102,7 @@ class _Layer:
     encoding: str
     shape: tuple[int, int]  # [out, in]
     slices: tuple[LinearSlice, ...]
-    tensors: tuple[str, ...]  # names of `PackedLinear.tensors`, and `_ORDER` if the layer has an order
+    tensors: tuple[str, ...]  # names of `PackedLinear.tensors`, and `_ORDER_NAME` if the layer has an order
 
     @classmethod
     def describe(cls, packed: PackedLinear) -> _Layer:
@@ -143,12 +143,13 @@ class PackedLayerReader:
     def take(
         self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear | None:
+        """Return the next layer of the file, with ``bias``; None if it differs from the requested layer."""
         index, self._next = self._next, self._next + 1
         layer = self._layers[index] if index < len(self._layers) else None
         if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
             return None
         tensors = {name: self._tensors[f"{index}.{name}"] for name in layer.tensors}
-        order = tensors.pop(_ORDER, None)
+        order = tensors.pop(_ORDER_NAME, None)
         return make_packed_linear(tensors, shape, encoding, bias, layer.slices, self._layout, order)
 
 
@@ -173,7 +174,7 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     for name, tensor in named_tensors:
         begin, end = end, end + tensor.nbytes
         tensors[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _TYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -181,21 +182,21 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     text = json.dumps({"__metadata__": metadata, **tensors}).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary_file = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        with unfinished.open("wb") as stream:
+        with temporary_file.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for _, tensor in named_tensors:
                 stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
-        read_in_huge_pages(unfinished)
-        unfinished.replace(file)
+        read_in_huge_pages(temporary_file)
+        temporary_file.replace(file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        temporary_file.unlink(missing_ok=True)
     return file
 
 
 def _stored_tensors(packed: PackedLinear) -> Mapping[str, Tensor]:
-    order = {} if packed.order is None else {_ORDER: packed.order}
+    order = {} if packed.order is None else {_ORDER_NAME: packed.order}
     return {**packed.tensors, **order}
 
 
@@ -214,7 +215,7 @@ def _read_header(file: Path) -> tuple[_FileHeader, int]:
 
 def _view(content: Tensor, entry: _TensorFields) -> Tensor:
     begin, end = entry["data_offsets"]
-    return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+    return content[begin:end].view(_TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def _packing_inputs(key: PackedKey, layout: Layout) -> str:

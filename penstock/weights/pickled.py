@@ -17,7 +17,7 @@ from penstock.weights.tensors import Weights
 
 
 class PickledWeights:
-    """The tensors of a file that torch has pickled. Only tensors are unpickled, so no code of the file runs.
+    """The tensors of a file that ``torch.save`` has written. No code of the file runs (``weights_only``).
 
     The methods are a subset of those of `penstock.weights.Weights`.
 

@@ -21,10 +21,10 @@ from penstock.errors import CheckpointError, CheckpointNotFoundError
 LARGE_BYTES = 8 * 2**20
 """Minimum size of the files that this module downloads; huggingface_hub downloads smaller files."""
 _CHUNK_BYTES = 2**20
-_ATTEMPTS = 5
-_TIMEOUT = 30.0
+_MAX_ATTEMPTS = 5
+_TIMEOUT = 30.0  # seconds
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_PARTIAL = ".incomplete"
+_PARTIAL_SUFFIX = ".incomplete"
 
 
 class ProgressBar(Protocol):
@@ -33,17 +33,20 @@ class ProgressBar(Protocol):
     def update(self, n: float | None = 1, /) -> bool | None: ...
 
 
-def download_large_files(model_id: str, revision: str, allowed: list[str], ignored: list[str]) -> None:
+def download_large_files(
+    model_id: str, revision: str, allow_patterns: list[str], ignore_patterns: list[str]
+) -> None:
     """Download the large files of a model that match the patterns and are not in the cache.
 
-    Returns if the list of the files or the metadata of a file cannot be read. The caller reports the cause.
-    Files that another process is downloading are skipped.
+    If the list of the files or the metadata of a file cannot be read, the function returns without an error,
+    because the caller's later download fails with the same cause. Files that another process is downloading
+    are skipped.
 
     Args:
         model_id: the id of the model.
         revision: branch, tag or commit.
-        allowed: patterns of the files to download.
-        ignored: patterns of files that are not downloaded.
+        allow_patterns: patterns of the files to download.
+        ignore_patterns: patterns of files that are not downloaded.
 
     Raises:
         CheckpointNotFoundError: the server refused the request, or the connection was interrupted repeatedly.
@@ -60,7 +63,7 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
     except Exception:  # errors of the client, the network and the disk have no common class
         return
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}" / "blobs"
-    for name in matching(names, allow_patterns=allowed, ignore_patterns=ignored):
+    for name in matching(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
         url = hf_hub_url(model_id, name, revision=revision)
         try:
             metadata = get_hf_file_metadata(url)
@@ -72,15 +75,15 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
         is_hub = urlsplit(metadata.location).netloc == urlsplit(url).netloc
         headers = authorization() if is_hub else {}  # the token must not be sent to other hosts
         blobs.mkdir(parents=True, exist_ok=True)
-        partial = blobs / (etag + _PARTIAL)
+        partial = blobs / (etag + _PARTIAL_SUFFIX)
         with partial.open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # another process is downloading the file
                 continue
-            start = file.tell()
+            num_present_bytes = file.tell()
             with progress(  # type: ignore[no-untyped-call]
-                total=size, initial=start, unit="B", unit_scale=True, desc=name
+                total=size, initial=num_present_bytes, unit="B", unit_scale=True, desc=name
             ) as bar:
                 _append_missing_bytes(model_id, Request(metadata.location, headers=headers), file, size, bar)
             _check_sha256(model_id, name, partial, etag)
@@ -90,23 +93,24 @@ def download_large_files(model_id: str, revision: str, allowed: list[str], ignor
 def _append_missing_bytes(
     model_id: str, request: Request, file: BinaryIO, size: int, bar: ProgressBar
 ) -> None:
-    """Append the missing bytes of a file of ``size`` bytes, in up to `_ATTEMPTS` requests."""
+    """Append bytes to ``file`` until it has ``size`` bytes, in up to `_MAX_ATTEMPTS` requests."""
     reason = "the server closed the connection early"
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         if attempt > 0:
             time.sleep(2**attempt / 2)
-        start = file.tell()
-        if start > 0:
-            request.add_header("Range", f"bytes={start}-")
+        num_present_bytes = file.tell()
+        request.remove_header("Range")
+        if num_present_bytes > 0:
+            request.add_header("Range", f"bytes={num_present_bytes}-")
         try:
-            if start < size:
+            if num_present_bytes < size:
                 with urlopen(request, timeout=_TIMEOUT) as response:
                     if (
-                        start > 0 and response.status != 206
+                        num_present_bytes > 0 and response.status != 206
                     ):  # the server ignored Range and sends the whole file
                         file.truncate(0)
                         file.seek(0)
-                        bar.update(-start)
+                        bar.update(-num_present_bytes)
                     while chunk := response.read(_CHUNK_BYTES):
                         file.write(chunk)
                         file.flush()

@@ -73,13 +73,16 @@ class QuantizedHeader(TensorHeader):
     index: int | None = None
     """Index of the weight in the first dim of all parts; None if the parts contain only this weight."""
     float_dtype: DType = DType.bfloat16
-    """The type in which the weight is read as floats."""
-    order: bytes = b""
-    """Permutation of the inputs as int32: column c in the encoding is input ``order[c]``. Empty for none."""
+    """The nominal float type of the weight, for loads without data. Read floats may have another type."""
+    input_order: bytes = b""
+    """Permutation of the inputs as int32: column c in the encoding is input ``input_order[c]``.
+
+    It is empty if the inputs are in the original order.
+    """
 
     @property
     def dtype(self) -> DType:
-        """The type in which the weight is read as floats."""
+        """The nominal float type of the weight, see `float_dtype`."""
         return self.float_dtype
 
     @property
@@ -90,7 +93,7 @@ class QuantizedHeader(TensorHeader):
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the tensors of a checkpoint by their plain names (see `plain_names`).
 
-    If two tensors have the same plain name, the names are the names in the files.
+    If two tensors have the same plain name, all tensors keep their names in the files.
 
     Args:
         path: a safetensors file, a folder with one file, or a folder with shards and their index.
@@ -188,12 +191,12 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
         metadata = entries.pop("__metadata__", None) or {}
         start = 8 + len(text)
         headers = {name: _tensor_header(file, name, entry, start) for name, entry in entries.items()}
-        # If tensors share storage, some programs store only one and map the other names to it in the
-        # metadata.
+        # If tensors share storage, some programs store only one of them. The metadata then map each other
+        # name to the stored name.
         headers |= {
-            name: headers[kept]
-            for name, kept in metadata.items()
-            if name not in headers and isinstance(kept, str) and kept in headers
+            name: headers[stored_name]
+            for name, stored_name in metadata.items()
+            if name not in headers and isinstance(stored_name, str) and stored_name in headers
         }
         ranges = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:

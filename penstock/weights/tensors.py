@@ -1,7 +1,7 @@
 """`Weights`: the named, memory-mapped tensors of a checkpoint.
 
-Names are those of `names.plain_names`, which can differ from the names in the files. Errors of all tensors
-are collected and reported in one message.
+`Weights.open` uses the names of `names.plain_names`, which can differ from the names in the files. Errors of
+all tensors are collected and reported in one message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 NUM_NAMES_SHOWN = 8
 """Maximum number of tensors that an error message lists per kind of fault. All others are counted."""
-_MAX_FAULTS = 1000
+_MAX_MISSING = 1000
 """If more tensors are missing, loading fails at once: ``config.json`` probably belongs to another model."""
 _MAX_ZEROS = 2**29
 """If faulty tensors are replaced by zeros with more elements than this in total, loading fails at once."""
@@ -88,7 +88,7 @@ class Weights:
         return self._header(name).shape
 
     def dtype(self, name: str) -> DType:
-        """Return the element type of a tensor.
+        """Return the element type of a tensor; the nominal float type of a quantized weight.
 
         Raises:
             WeightsError: there is no tensor of this name, or its type has no `DType`, such as 8-bit floats.
@@ -99,10 +99,10 @@ class Weights:
         return header.dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return tensor ``name`` as floats: mapped from the file if it is stored as floats, see `is_mapped`.
+        """Return a tensor as floats; for a tensor that `is_mapped`, a view of the mapped file.
 
-        If it is missing, has another shape or is not a float tensor, the fault is recorded for `finish` and
-        zeros of the requested shape are returned.
+        If the tensor is missing, has another shape or cannot be read as floats, the fault is recorded for
+        `finish`, and zeros of the requested shape are returned.
 
         Raises:
             WeightsError: the file cannot be read, or there are too many faults.
@@ -112,7 +112,8 @@ class Weights:
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether tensor ``name`` can be read as floats of this shape. If not, record a fault.
 
-        The tensor counts as read. Callers that do not need its data use this instead of `tensor`.
+        The tensor then counts as read, unless it is missing. Callers that do not need its data use this
+        instead of `tensor`.
         """
         header = self._mark_read(name)
         if header is None:
@@ -130,7 +131,7 @@ class Weights:
     def input_order(self, name: str) -> bytes:
         """Return the stored order of the inputs of a weight, int32; empty for the original order."""
         header = self._find_header(name)
-        return header.order if isinstance(header, QuantizedHeader) else b""
+        return header.input_order if isinstance(header, QuantizedHeader) else b""
 
     def read_linear(
         self, name: str, shape: tuple[int, int], *, transposed: bool = False
@@ -143,7 +144,7 @@ class Weights:
             transposed: whether the checkpoint's shape is ``(in, out)``.
 
         Returns:
-            The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `input_order`.
+            The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `order`.
             If the weight is stored as floats, or in a layout that the encoding does not support: None, and
             ``weight [out, in]`` as floats.
         """
@@ -173,7 +174,7 @@ class Weights:
         return encoding, {key: tensor[start:stop] for key, tensor in tensors.items()}
 
     def is_mapped(self, name: str) -> bool:
-        """Return whether `tensor` returns a view of the mapped file instead of a copy."""
+        """Return whether a tensor is stored as floats in a safetensors file, which `tensor` maps."""
         header = self._find_header(name)
         return (
             header is not None
@@ -276,7 +277,7 @@ class Weights:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         self._faults.num_zeros += prod(shape)
-        if len(self._faults.missing) > _MAX_FAULTS or self._faults.num_zeros > _MAX_ZEROS:
+        if len(self._faults.missing) > _MAX_MISSING or self._faults.num_zeros > _MAX_ZEROS:
             raise WeightsError(self._path, self._faults.report([]))
         return torch.zeros(shape, device="meta" if self._files.shapes_only else None)
 
@@ -298,8 +299,8 @@ class _Files:
         self.headers = checkpoint.headers
         self.shapes_only = shapes_only
         self._format = checkpoint.format
-        self._opened: dict[Path, _SafetensorsFile] = {}
-        self._bytes: dict[Path, Tensor] = {}
+        self._open_files: dict[Path, _SafetensorsFile] = {}
+        self._file_bytes: dict[Path, Tensor] = {}
         self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for the tensor
 
     def tensor(self, name: str) -> Tensor:
@@ -318,26 +319,26 @@ class _Files:
         part = header.rows(start, stop) if isinstance(header, GGUFTensor) else None
         return None if part is None else self._format.read_linear(self._reader(name), part)
 
-    def may_stay_unread(self, name: str, stored: str) -> bool:
+    def may_stay_unread(self, name: str, stored_name: str) -> bool:
         """Return whether the format allows that a model does not read this tensor, and all values are 0."""
         if self.shapes_only or not any(fnmatchcase(name, pattern) for pattern in self._format.unread_if_zero):
             return False
-        return not bool(self.tensor(stored).any())
+        return not bool(self.tensor(stored_name).any())
 
     def release(self, name: str) -> None:
         for tensor in self._mapped.pop(name, ()):
             drop_pages(tensor)
 
     def open_safetensors(self, file: Path) -> _SafetensorsFile:
-        if file not in self._opened:
+        if file not in self._open_files:
             with allow_mapping(file.stat().st_size):
-                self._opened[file] = safe_open(file, framework="pt")
-        return self._opened[file]
+                self._open_files[file] = safe_open(file, framework="pt")
+        return self._open_files[file]
 
     def open_bytes(self, file: Path) -> Tensor:
-        if file not in self._bytes:
-            self._bytes[file] = map_file(file)
-        return self._bytes[file]
+        if file not in self._file_bytes:
+            self._file_bytes[file] = map_file(file)
+        return self._file_bytes[file]
 
     def _reader(self, name: str) -> _Reader:
         mapped: list[Tensor] = []

@@ -42,7 +42,7 @@ class CachePublisher:
 
     def __init__(self, endpoint: str, topic: str) -> None:
         self._topic = topic.encode()
-        self._number = 0
+        self._sequence_number = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
@@ -60,11 +60,11 @@ class CachePublisher:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, worker: int, events: Sequence[CacheEvent]) -> None:
-        """Send the events of a worker. Never blocks. Has the signature of a `CacheListener`."""
+        """Send the events of a worker. Never blocks. The method can be used as a `CacheListener`."""
         body = self._encode([time.time(), [_as_array(event) for event in events], worker])
-        number = self._number.to_bytes(8, "big")
-        self._number += 1
-        self._socket.send_multipart([self._topic, number, body])
+        sequence_number = self._sequence_number.to_bytes(8, "big")
+        self._sequence_number += 1
+        self._socket.send_multipart([self._topic, sequence_number, body])
 
     def close(self) -> None:
         """Close the socket."""

@@ -51,7 +51,7 @@ class WorkerClient:
             one batch in total.
         hang_limit: see `WorkerSupervisor`.
         memory_limit: see `WorkerSupervisor`.
-        is_asleep: whether the worker is asleep at the start. `wake_up` then starts it instead of `start`.
+        is_asleep: whether the worker is asleep at first. `wake_up` then starts the worker, not `start`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class WorkerClient:
 
     @property
     def stats(self) -> WorkerStats:
-        """The newest statistics of the worker. They are reset when the worker ends."""
+        """The newest statistics of the worker, all 0 after the worker has ended."""
         return self._stats
 
     @property
@@ -129,7 +129,7 @@ class WorkerClient:
 
     @property
     def workers(self) -> Sequence[EngineClient]:
-        """This client itself."""
+        """This client alone."""
         return (self,)
 
     @property
@@ -259,7 +259,7 @@ class WorkerClient:
             raise
 
     async def wake_up(self) -> None:
-        """Accept requests again. Start the worker if it is not running. Does nothing unless it is asleep.
+        """Accept requests again. Start the worker if needed. Does nothing if the worker is not asleep.
 
         Raises:
             PenstockError: the worker cannot start, and is still asleep.
@@ -269,7 +269,7 @@ class WorkerClient:
         self._supervisor.is_asleep = False
 
     async def reload(self, grace: float) -> None:
-        """Replace the worker. New requests are rejected until the new worker is ready."""
+        """End the worker and start a new one. New requests are rejected until the new worker is ready."""
         await self.sleep(2, grace)
         await self.wake_up()
 

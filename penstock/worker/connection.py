@@ -1,4 +1,4 @@
-"""`WorkerConnection`: one run of a worker, with its process or thread, and the sockets to it.
+"""`WorkerConnection`: the process or thread of one run of a worker, and the sockets to the worker.
 
 The worker process holds the write end of a pipe and never writes to it. When the process ends for any reason,
 the pipe is closed, which wakes the event loop of the server. The worker detects the end of the server in the
@@ -24,7 +24,7 @@ from typing import Protocol
 import zmq
 
 from penstock.host.heartbeat import ProgressFile
-from penstock.worker.main import OUT_OF_MEMORY, WorkerLaunch
+from penstock.worker.main import OUT_OF_MEMORY_STATUS, WorkerLaunch
 from penstock.worker.messages import Command, Started, WorkerMessage, command_encoder, report_decoder
 from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
 
@@ -37,11 +37,11 @@ _WORKER_PROGRAM = (
 """Program of the worker process. ``multiprocessing`` is not used, because it would run the main module again.
 """
 
-_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "100"}
-"""Environment variables of the worker, with which waiting OpenMP threads sleep early.
+_OPENMP_VARIABLES = {"GOMP_SPINCOUNT": "100"}
+"""Default environment variables of the worker: a waiting OpenMP thread spins 100 times before it sleeps.
 
-By default, waiting threads spin for milliseconds. If the server needs a core at the same time, the spinning
-threads can occupy the core of the thread for which they wait. A step then takes ten times as long.
+Without this setting, waiting threads spin for milliseconds. If the server needs a core at the same time, the
+spinning threads can occupy the core of the thread for which they wait. A step then takes ten times as long.
 """
 
 
@@ -55,7 +55,7 @@ class _WorkerHost(Protocol):
         """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """End the worker if possible. Return how it ended; ``still running`` if a thread has not ended."""
+        """End the worker if possible. Return how the worker ended, or ``still running`` for a thread."""
 
 
 class _Process:
@@ -72,7 +72,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=2,  # keeps the output of libraries out of the server's standard output
                 pass_fds=(write_end,),
-                env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SPIN_VARIABLES, **os.environ},
+                env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_OPENMP_VARIABLES, **os.environ},
             )
         finally:
             os.close(write_end)
@@ -94,7 +94,7 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        if status == OUT_OF_MEMORY:
+        if status == OUT_OF_MEMORY_STATUS:
             return "out of memory: its private memory has reached --worker-memory-limit"
         if status >= 0:
             return f"exit status {status}"
@@ -104,7 +104,7 @@ class _Process:
 
 
 class _Thread:
-    """A worker in a thread, for tests and notebooks. It cannot be killed and has no memory limit."""
+    """A worker in a thread, for tests and notebooks. The thread cannot be killed and has no memory limit."""
 
     def __init__(
         self, factory: Callable[[], WorkerRuntime], endpoint: Endpoint, memory_limit: int | None
@@ -173,7 +173,7 @@ class WorkerConnection:
         self._on_report = on_report
         self._loop.add_reader(self._reports_fd, self.drain)
         self._loop.add_reader(self._host.sentinel, self._on_end)
-        # Process reports that arrived earlier, because they do not wake the event loop.
+        # Reports that have already arrived do not wake the event loop.
         self._loop.call_soon(self.drain)
 
     def send(self, command: Command) -> None:
@@ -203,7 +203,7 @@ class WorkerConnection:
         return self._progress.count
 
     def close(self) -> str:
-        """Kill the worker's process if it still runs, or wait shortly for its thread. Return how it ended."""
+        """Kill the worker's process, or wait up to 0.2 s for its thread. Return how the worker ended."""
         if self._loop is not None:
             self._loop.remove_reader(self._reports_fd)
             self._loop.remove_reader(self._host.sentinel)

@@ -12,6 +12,7 @@ from penstock.worker.messages import WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
 EngineState: TypeAlias = Literal["starting", "ready", "asleep", "restarting", "stopping", "stopped"]
+"""`penstock.worker.supervisor` shows the transitions between the states."""
 
 SleepLevel: TypeAlias = Literal[1, 2]
 """Memory that a sleeping worker releases. 1: the KV cache. 2: all memory of the process, including weights.
@@ -24,9 +25,9 @@ CacheListener: TypeAlias = Callable[[int, Sequence[CacheEvent]], None]
 class EngineClient(Protocol):
     """The only interface through which the server uses workers.
 
-    `WorkerClient` implements it for one worker, `WorkerRouter` for several, and
+    `WorkerClient` implements the interface for one worker, `WorkerRouter` for several, and
     `penstock.ray.engine.RayEngine` for the replicas of a Ray cluster. All methods except `launch` must
-    be called on the event loop, and never block it. `Generation.cancel` cancels a request.
+    be called on the event loop, and never block the loop. `Generation.cancel` cancels a request.
     """
 
     @property
@@ -93,7 +94,7 @@ class EngineClient(Protocol):
         ...
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter. A restarted worker loads it again.
+        """Load a LoRA adapter. A restarted worker loads the adapter again.
 
         Raises:
             PenstockError: the adapter cannot be loaded, or a worker is not ready.
@@ -127,11 +128,11 @@ class EngineClient(Protocol):
 
         Args:
             level: the memory that is released.
-            grace: seconds that running requests have to finish; then they fail.
+            grace: seconds after which requests that are still running fail.
 
         Raises:
             PenstockError: a worker is not ready, its device cannot release this memory, or a reload runs.
-                All workers accept requests as before.
+                Afterwards, the engine is not asleep.
         """
         ...
 
@@ -171,7 +172,7 @@ class EngineClient(Protocol):
         ...
 
     def launch(self) -> None:
-        """Launch the workers. Needs no event loop. Does nothing if they are launched already."""
+        """Launch the workers. Needs no event loop. Does nothing if the workers are already launched."""
         ...
 
     async def start(self) -> None:

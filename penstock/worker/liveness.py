@@ -1,4 +1,4 @@
-"""Detects a worker that hangs (no answer and no change of its progress counter) or that is suspended."""
+"""Detects a worker that hangs or is suspended. A worker hangs if it neither answers nor counts progress."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from typing import Protocol
 
 MAX_LOAD_PAUSE = 600.0
-"""Seconds without progress after which a starting worker is killed, unless the hang limit is longer. Imports
-of libraries do not change the progress counter, and they take long on a slow disk.
+"""Seconds without progress after which a starting worker is killed, or the hang limit if longer. The pause
+is long, because imports of libraries do not change the progress counter, and take long on a slow disk.
 """
 
 
@@ -28,8 +28,8 @@ class WatchedWorker(Protocol):
 class Liveness:
     """Measures how long a worker has been silent: an answer is pending and the progress counter is constant.
 
-    The time between two checks counts for at most twice the ``interval``. A longer time means that the server
-    itself was suspended or busy. It does not mean that the worker hangs.
+    The time between two checks counts as at most ``2 * interval``, because a longer time means that the
+    server itself was suspended or busy, not that the worker hangs.
 
     Args:
         worker: the worker.
@@ -48,7 +48,7 @@ class Liveness:
         """Seconds without progress while an answer is pending, up to the last check."""
 
     def expect_answer(self) -> None:
-        """Start waiting for an answer."""
+        """Record that the worker has been sent a message that it must answer."""
         self.awaits_answer = True
         self._progress, self._checked_at = self._worker.progress, self._now()
 
@@ -57,13 +57,11 @@ class Liveness:
         self.awaits_answer = False
         self.silence = 0.0
 
-    def check(self, limit: float) -> str:
+    def check(self, hang_limit: float) -> str:
         """Return the reason why the worker must be killed, or an empty string.
 
-        The reasons are a silence of at least ``limit``, and a worker that two checks in a row find suspended.
-
-        Args:
-            limit: the maximum silence, in seconds.
+        The reason is a silence of at least ``hang_limit`` seconds, or that the worker was suspended in this
+        check and in the previous one.
         """
         progress, now = self._worker.progress, self._now()
         if self.awaits_answer and progress == self._progress:
@@ -76,7 +74,7 @@ class Liveness:
         if is_suspended and self._was_suspended:
             return "suspended by a signal"
         self._was_suspended = is_suspended
-        return f"no progress for {self.silence:.0f} s" if self.silence >= limit else ""
+        return f"no progress for {self.silence:.0f} s" if self.silence >= hang_limit else ""
 
     def _now(self) -> float:
         return time.monotonic()

@@ -23,7 +23,7 @@ from penstock.worker.process import Endpoint, WorkerRuntime, run_worker
 
 _LOG = logging.getLogger("penstock.worker")
 
-OUT_OF_MEMORY = 12
+OUT_OF_MEMORY_STATUS = 12
 """Exit status of a worker that has reached its limit of private memory (the number of ``ENOMEM``)."""
 
 
@@ -36,18 +36,18 @@ class WorkerLaunch:
     launched_at: float
     """``time.time()`` at the launch."""
     memory_limit: int | None = None
-    """Limit of private memory, in bytes."""
+    """Limit of private memory, in bytes; None for no limit."""
 
 
 def main() -> None:
     """Run a worker in this process until `Stop` arrives or the parent process ends.
 
-    Ends the process with status 0, with `OUT_OF_MEMORY` at the limit of private memory, or with 1 after
-    another error.
+    Ends the process with status 0, with `OUT_OF_MEMORY_STATUS` at the limit of private memory, or with 1
+    after another error.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The terminal sends signals to the whole process group. Only the parent handles them.
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        # A terminal sends signals to the whole process group. Only the parent handles them.
+        signal.signal(signal_number, signal.SIG_IGN)
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
     start_time = time.time()
     heartbeat.publish(launch.endpoint.progress)
@@ -70,7 +70,7 @@ def main() -> None:
         if private_memory.is_exceeded(error):
             reason = f"{type(error).__name__}: {error}"
             _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
-            status = OUT_OF_MEMORY
+            status = OUT_OF_MEMORY_STATUS
         elif isinstance(error, RankFailedError):  # the message of the error contains the rank and the reason
             _LOG.critical("the worker ends: %s", error)
             status = 1

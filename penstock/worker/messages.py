@@ -5,7 +5,7 @@
          |    Control, WatchCache, Ping, Stop                              |
          | <-- Started | StartFailed, StepResults, CallResult, Pong ------ |
 
-A context is sent once, in `Submit`; later messages refer to it by its id. One `StepResults` carries the
+A context is sent once, in `Submit`; later messages contain only its request id. One `StepResults` carries the
 results of a step for all requests. The messages of the worker are encoded as arrays without field names.
 """
 
@@ -32,7 +32,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.core.cache_events import CacheEvent
 from penstock.pipelines.core.serialization import Frame, frames_decoder, frames_encoder
-from penstock.scheduler.isolation import FAULT
+from penstock.scheduler.isolation import FAULT_MESSAGE
 
 # -- Both directions -------------------------------------------------------------------------------------
 
@@ -41,36 +41,37 @@ class ErrorRecord(msgspec.Struct, frozen=True):
     """A `PenstockError` as a message."""
 
     name: str
-    """The name of its class in `penstock.errors`, or of the nearest base class there."""
+    """The name of the error's class, or of its nearest base class in `penstock.errors`."""
     message: str
     # Any, because with `object` msgspec would pass the values to the decoder of arrays
     fields: dict[str, Any] = {}
-    """Its attributes that are numbers, texts, None, or lists of numbers and texts."""
+    """The attributes of the error that are numbers, texts, None, or lists of numbers and texts."""
 
     @classmethod
     def from_error(cls, error: BaseException) -> ErrorRecord:
         """Return the record of an error.
 
-        Exceptions other than `PenstockError` become a `RequestFailedError` without details, which may be
-        confidential. The worker logs them.
+        Exceptions other than `PenstockError` become a `RequestFailedError` without details, because details
+        may be confidential. The worker logs these exceptions.
         """
         if not isinstance(error, PenstockError):
-            error = RequestFailedError(FAULT)
-        name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+            error = RequestFailedError(FAULT_MESSAGE)
+        name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
         return cls(name, str(error), {key: value for key, value in vars(error).items() if _is_plain(value)})
 
     def error(self) -> PenstockError:
         """Return the error with the recorded class, message and attributes."""
-        kind = _ERRORS[self.name]
-        error = kind.__new__(kind, self.message)  # not __init__, which takes other arguments than the message
+        error_class = _ERRORS[self.name]
+        # The error is created without __init__, whose parameters differ between the classes.
+        error = error_class.__new__(error_class, self.message)
         error.__dict__.update(self.fields)
         return error
 
 
 _ERRORS: dict[str, type[PenstockError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, PenstockError)
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, PenstockError)
 }
 
 
@@ -83,8 +84,9 @@ def _is_plain(value: object) -> bool:
 # -- To the worker ---------------------------------------------------------------------------------------
 
 ControlAction: TypeAlias = Literal["reset_prefix_cache", "discard_cache", "start_profile", "stop_profile"]
-"""``reset_prefix_cache`` forgets cached prefixes. ``discard_cache`` returns the memory of the KV cache to the
-system. It requires that no request runs. ``stop_profile`` writes the profile into the configured folder.
+"""``reset_prefix_cache`` removes all cached prefixes. ``discard_cache`` returns the memory of the KV cache to
+the system, and fails if a request is running or waiting. ``stop_profile`` writes the profile into the
+configured folder.
 """
 
 
@@ -127,7 +129,7 @@ class WatchCache(msgspec.Struct, tag=True):
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Check that the worker responds. It answers with a `Pong` between two steps."""
+    """Check that the worker responds. The worker answers with a `Pong` between two steps."""
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -152,7 +154,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens per block."""
     prefix_limits: list[int] | None = None
-    """See `KVCache.prefix_limits`. None if requests do not share cached prefixes."""
+    """See `KVCache.prefix_limits`. None if prefix caching is disabled."""
     vocab_size: int
     adapters: list[tuple[str, str]] = []
     """Name and path of each LoRA adapter loaded at the start."""
@@ -178,7 +180,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
-    """Statistics of the worker: totals since its start, and current values."""
+    """Statistics of a worker: totals since the start of the worker, and current values."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -190,18 +192,19 @@ class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
     """Free blocks with a known prefix, which requests can reuse until the blocks are allocated again."""
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
-    """Prompt tokens of all requests admitted so far."""
+    """Prompt tokens of all requests admitted so far, except requests that echo log probabilities."""
     num_prefix_hit_tokens: int = 0
     """The tokens of `num_prefix_query_tokens` that were found in the prefix cache."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of all requests whose prompt has been computed completely."""
+    """Prompt tokens of all requests admitted so far."""
     num_generated_tokens: int = 0
     """Sampled tokens that were appended to contexts, including end-of-sequence tokens."""
     num_steps: int = 0
     """Steps with at least one context."""
     step_seconds: float = 0.0
-    """Total duration of these steps, in seconds."""
+    """Total duration of the steps counted by `num_steps`, in seconds."""
     last_batch_size: int = 0
+    """Requests of the last step."""
     last_batch_tokens: int = 0
     """Input tokens of the last step, in its first forward."""
     num_draft_tokens: int = 0
@@ -228,8 +231,8 @@ class StartFailed(msgspec.Struct, array_like=True, tag=True):
 class PackedLogProbabilities(msgspec.Struct, array_like=True):
     """`LogProbabilities` with msgpack-encoded rows of top tokens.
 
-    The server decodes a row when it writes the response. Decoding all rows of a long prompt at once would
-    block its event loop.
+    The server decodes a row only when it writes the row into the response, because decoding all rows of a
+    long prompt at once would block the server's event loop.
     """
 
     token_log_probabilities: list[float]
@@ -237,12 +240,11 @@ class PackedLogProbabilities(msgspec.Struct, array_like=True):
     """One encoded ``dict[int, float]`` per position."""
 
     @classmethod
-    def pack(cls, rows: LogProbabilities) -> PackedLogProbabilities:
+    def pack(cls, unpacked: LogProbabilities) -> PackedLogProbabilities:
         """Return log probabilities with encoded rows of top tokens."""
         encode = msgspec.msgpack.encode
-        return cls(
-            rows.token_log_probabilities, [msgspec.Raw(encode(row)) for row in rows.top_log_probabilities]
-        )
+        encoded_rows = [msgspec.Raw(encode(row)) for row in unpacked.top_log_probabilities]
+        return cls(unpacked.token_log_probabilities, encoded_rows)
 
     def unpack(self) -> LogProbabilities:
         """Return the log probabilities with decoded rows of top tokens."""
@@ -317,7 +319,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class StepResults(msgspec.Struct, array_like=True, tag=True):
-    """All changes of requests since the previous step, including the results of this step."""
+    """The results of a step, and all other changes of requests since the previous `StepResults`."""
 
     stats: WorkerStats
     admissions: list[Admission] = []
@@ -349,7 +351,7 @@ WorkerMessage: TypeAlias = Started | StartFailed | StepResults | CallResult | Po
 
 
 def command_encoder() -> Callable[[Command], list[Frame]]:
-    """Return the server's encoder of commands: it returns a msgpack body and a frame for each large array.
+    """Return the server's encoder of commands. A command becomes a msgpack body and a frame per large array.
 
     Each thread needs its own encoders and decoders.
     """

@@ -1,4 +1,4 @@
-"""Converts pipeline outputs to messages. Only this module of the worker lists the output types."""
+"""Converts pipeline outputs to messages. No other module of the worker depends on the output types."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.worker.messages import (
 
 
 def result_message(context: TextContext, output: PipelineOutput) -> RequestResult | None:
-    """Return the message for an output; None for an empty output that is not final (a prompt chunk).
+    """Return the message for an output; None for an empty output that is not final, as after a prompt chunk.
 
     Raises:
-        TypeError: the type of the output is not known.
+        TypeError: the output is not of one of the known types.
     """
     request_id = context.request_id
     match output:

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
 _COUNT_BITS = 24
+"""Number of low bits with the number of requests, in a value of `PrefixMap._expected_workers`."""
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class PrefixMap:
     """Maps the digest of a block to the set of workers that have the block: bit ``i`` for worker ``i``.
 
-    The cache events of the workers update the map. A block that a running request will store counts as
-    cached. Simultaneous requests with the same prompt are therefore sent to one worker, which computes the
+    The cache events of the workers update the map. A block that a running request is expected to store counts
+    as cached, so that simultaneous requests with the same prompt are sent to one worker, which computes the
     prompt once.
     """
 
@@ -75,7 +76,11 @@ class PrefixMap:
         return recorded_digests
 
     def clear_expected(self, recorded_digests: Sequence[bytes]) -> None:
-        """Remove the blocks that `expect` recorded for a request that has ended."""
+        """Undo `expect` for a request that has ended.
+
+        If several requests expect a block on different workers, it stays expected on all of these workers
+        until the last request has ended.
+        """
         expected_workers = self._expected_workers
         for digest in recorded_digests:
             entry = expected_workers[digest]
@@ -85,10 +90,10 @@ class PrefixMap:
                 expected_workers[digest] = entry - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
-        """Return worker -> number of its leading blocks, for workers that have the first block or expect it.
+        """Return worker -> number of leading blocks, for workers that have or expect the first block.
 
         A worker that has a block has all blocks before it, because caches evict the end of a prompt first.
-        The function therefore uses binary search, with a few lookups for each distinct depth.
+        A binary search therefore finds the numbers, with a few lookups for each distinct number.
 
         Args:
             digests: the digests of a prompt's blocks, in order.
@@ -97,7 +102,7 @@ class PrefixMap:
         cached_workers, expected_workers = self._cached_workers.get, self._expected_workers.get
 
         def workers_at(depth: int) -> int:
-            """Return the set of workers that have ``depth`` leading blocks."""
+            """Return the set of workers that have at least ``depth`` leading blocks."""
             digest = digests[depth - 1]
             return (cached_workers(digest, 0) | expected_workers(digest, 0) >> _COUNT_BITS) & workers
 

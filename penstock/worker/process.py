@@ -71,7 +71,7 @@ class WorkerRuntime:
     load_adapter: Callable[[str, str], None] | None = None
     """Loads a LoRA adapter, given its name and its path; None if adapters are not enabled."""
     unload_adapter: Callable[[str], None] | None = None
-    """Removes a LoRA adapter."""
+    """Unloads a LoRA adapter, given its name; None if adapters are not enabled."""
     num_steps: Callable[[], int] = lambda: 1
     """Returns the maximum number of tokens per request in the next step of the scheduler."""
     add_counts: Callable[[WorkerStats], None] = lambda stats: None
@@ -86,7 +86,7 @@ class WorkerRuntime:
     sentinel: int | None = None
     """A file descriptor that becomes readable when a process that the model needs has ended."""
     check: Callable[[], None] | None = None
-    """Raises the error of a process that the model needs and that has ended; see ``sentinel``."""
+    """Raises an error if a process that the model needs has ended; see ``sentinel``."""
 
 
 @dataclass(frozen=True)
@@ -94,31 +94,31 @@ class Endpoint:
     """The addresses of one worker run: a private folder with one socket per direction."""
 
     folder: str
-    number: int = 0
+    run_number: int = 0
     """Number of the run. Each run has separate sockets, so that it receives no messages of earlier runs."""
 
     @property
     def commands(self) -> str:
         """The socket of commands, which the worker binds."""
-        return f"ipc://{self.folder}/commands-{self.number}"
+        return f"ipc://{self.folder}/commands-{self.run_number}"
 
     @property
     def reports(self) -> str:
         """The socket of reports, which the server binds."""
-        return f"ipc://{self.folder}/reports-{self.number}"
+        return f"ipc://{self.folder}/reports-{self.run_number}"
 
     @property
     def progress(self) -> str:
         """The file with the worker's progress counter."""
-        return f"{self.folder}/progress-{self.number}"
+        return f"{self.folder}/progress-{self.run_number}"
 
 
 def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None:
     """Load the model, report the start, and serve commands until `Stop` arrives.
 
     Args:
-        factory: loads the model. If it raises an error, the worker reports the error and ends.
-        endpoint: the addresses. The server must have bound its socket.
+        factory: loads the model. If it raises an exception, the worker reports the error and ends.
+        endpoint: the addresses. The server must have bound the socket of reports.
 
     Raises:
         Exception: an error that the scheduler could not attribute to single requests. The worker must be
@@ -152,7 +152,7 @@ class _Loop:
         self._decode = command_decoder()
         self._send = send
         self._contexts: dict[str, RequestContext] = {}  # contexts of requests that have not ended, by id
-        self._lengths: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}  # request id -> length of the context at the last result
         self._cancelled: list[str] = []
         self._refused_requests: list[Failure] = []
         self._stats = WorkerStats()
@@ -325,7 +325,7 @@ class _Loop:
         return failures
 
     def _report_memory_limit(self, error: Exception, *request_ids: str) -> None:
-        """End the running requests and ``request_ids`` if the error shows that memory is exhausted."""
+        """Report that running requests and ``request_ids`` failed, if the error shows exhausted memory."""
         if not private_memory.is_exceeded(error):
             return
         reason = ErrorRecord.from_error(private_memory.limit_error_for_requests())

@@ -69,7 +69,7 @@ class Generation:
         self._is_admitted = False
         self._status = TextGenerationStatus.ACTIVE
         self._error: PenstockError | None = None
-        self._is_read = False  # whether the last delta was returned
+        self._is_read = False  # whether the delta with the final status was returned
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
         self.on_start: Callable[[], None] | None = None
@@ -141,7 +141,7 @@ class Generation:
         self._is_read_at_end = True
 
     def cancel(self) -> None:
-        """Cancel the request. Its blocks are freed one step later. Does nothing if the request has ended."""
+        """Cancel the request. Does nothing if the request has ended."""
         if not self.is_done:
             self._status = TextGenerationStatus.CANCELLED
             self._cancel(self.request_id)
@@ -151,7 +151,7 @@ class Generation:
     # -- Called by the engine client ---------------------------------------------------------------------
 
     def admit(self, num_cached_tokens: int) -> None:
-        """Record the admission."""
+        """Record that the scheduler has admitted the request."""
         self._num_cached_tokens = num_cached_tokens
         self._is_admitted = True
         self._wake()

@@ -29,25 +29,34 @@ from penstock.worker.routing import (
 
 _LOG = logging.getLogger("penstock.worker")
 
-_STATES: tuple[EngineState, ...] = ("ready", "asleep", "starting", "restarting", "stopping", "stopped")
+_STATES_BY_PRECEDENCE: tuple[EngineState, ...] = (
+    "ready",
+    "asleep",
+    "starting",
+    "restarting",
+    "stopping",
+    "stopped",
+)
 """States by precedence. The router has the first state in this list that any worker has."""
 _POLL_INTERVAL = 0.02
 """Seconds between two checks whether the requests of a worker have ended."""
 MAX_WORKERS = 1024
+"""Maximum number of workers of a router."""
 
 
 @dataclass(slots=True)
 class _RoutedRequest:
-    """The worker and the cost of a running request, and the blocks that it is expected to store."""
+    """The load of a running request on its worker, and the blocks that the request is expected to store."""
 
     load: RequestLoad
-    expected: Sequence[bytes]
+    expected_blocks: Sequence[bytes]
+    """Digests of the blocks."""
 
 
 class WorkerRouter:
-    """The `EngineClient` of several workers. It chooses a worker for each request.
+    """The `EngineClient` of several workers, which chooses a worker for each request.
 
-    All workers run the same model with the same configuration. Each has a separate queue and KV cache.
+    All workers run the same model with the same configuration. Each worker has its own queue and KV cache.
 
     Args:
         workers: the clients of the workers, at least one.
@@ -86,8 +95,8 @@ class WorkerRouter:
 
     @property
     def state(self) -> EngineState:
-        """``ready`` if any worker is ready; otherwise the first state of `_STATES` that any worker has."""
-        return min((worker.state for worker in self._workers), key=_STATES.index)
+        """The first state of `_STATES_BY_PRECEDENCE` that any worker has: ``ready`` if a worker is ready."""
+        return min((worker.state for worker in self._workers), key=_STATES_BY_PRECEDENCE.index)
 
     @property
     def is_alive(self) -> bool:
@@ -134,7 +143,7 @@ class WorkerRouter:
     def submit(self, context: RequestContext) -> Generation:
         """Send a request to the worker that the policy chooses.
 
-        If that worker is not ready or its queue is full, the policy chooses another worker.
+        If the chosen worker is not ready or its queue is full, the policy chooses another worker.
 
         Raises:
             UnavailableError: no worker is ready.
@@ -175,15 +184,15 @@ class WorkerRouter:
     ) -> None:
         depth = self.prefixes.depth(number, digests)
         load = self._loads.add(number, num_uncached_tokens(context, self._workers[0].info, depth))
-        expected = self.prefixes.expect(number, digests)
-        self._running[generation.request_id] = _RoutedRequest(load, expected)
+        expected_blocks = self.prefixes.expect(number, digests)
+        self._running[generation.request_id] = _RoutedRequest(load, expected_blocks)
         generation.on_start = partial(self._loads.start, load)
         generation.on_end = partial(self._on_end, generation.request_id)
 
     def _on_end(self, request_id: str) -> None:
         request = self._running.pop(request_id)
         self._loads.end(request.load)
-        self.prefixes.clear_expected(request.expected)
+        self.prefixes.clear_expected(request.expected_blocks)
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when a submitted request has ended after this call."""
@@ -202,7 +211,7 @@ class WorkerRouter:
         return combined_future
 
     def watch_cache(self, listener: CacheListener) -> None:
-        """Call a listener with the events of all prefix caches. Call it before the start."""
+        """Register a listener for the events of all prefix caches. Must be called before the start."""
         self._listeners.append(listener)
         if len(self._workers) == 1:
             self._workers[0].watch_cache(self._reporter(0, self._workers[0]))
@@ -224,7 +233,7 @@ class WorkerRouter:
     # -- Adapters, caches, sleep and profiles ------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter into all workers. If this fails in one worker, it is undone in the others.
+        """Load a LoRA adapter into all workers. If one worker fails, the load is undone in the others.
 
         Raises:
             PenstockError: the adapter cannot be loaded, or a worker is not ready.
@@ -313,9 +322,9 @@ class WorkerRouter:
         """Replace the workers one after the other by new workers, which read the checkpoint again.
 
         A worker that is being replaced gets no new requests, finishes its running requests, and ends. Then
-        its replacement starts. All other workers serve requests during this time. If there is a single
-        worker, it ends only after its replacement has started. Both workers then need memory at the same
-        time. The replacements load the adapters of their predecessors.
+        its replacement starts. All other workers serve requests during this time. A single worker ends only
+        after its replacement has started, so that both workers need memory at the same time. A replacement
+        loads the adapters of the worker that it replaces.
 
         Args:
             grace: seconds after which the running requests of a worker fail.

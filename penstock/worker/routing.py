@@ -34,8 +34,9 @@ class RequestLoad:
 class WorkerLoads:
     """The number and the cost of the requests of each worker.
 
-    A request costs `REQUEST_COST`. Until its first result, half of the prompt tokens that its worker computes
-    are added to the cost. On average, the other half has been computed when the next request arrives.
+    A request costs `REQUEST_COST`. Until the first result of the request, half of the prompt tokens that the
+    worker computes for it are added to the cost. On average, the other half has been computed when the next
+    request arrives.
 
     Args:
         num_workers: the number of workers.
@@ -46,7 +47,7 @@ class WorkerLoads:
         self.num_requests = [0] * num_workers
         """The number of running and waiting requests of each worker, times ``weight``."""
         self.costs = [0] * num_workers
-        """The cost of these requests in prompt tokens, times ``weight``."""
+        """The cost of each worker's requests in prompt tokens, times ``weight``."""
         self._weight = weight
 
     def add_worker(self) -> None:
@@ -55,7 +56,7 @@ class WorkerLoads:
         self.costs.append(0)
 
     def clear(self, worker: int) -> None:
-        """Remove all requests of a worker. `start` and `end` must not be called for them afterwards."""
+        """Remove all requests of a worker. The caller must not call `start` or `end` for these requests."""
         self.num_requests[worker] = self.costs[worker] = 0
 
     def add(self, worker: int, num_tokens: int) -> RequestLoad:
@@ -77,7 +78,7 @@ class WorkerLoads:
 
 
 class RoutingPolicy(Protocol):
-    """Chooses the worker of each request. It is called in the event loop, so it must not take long."""
+    """Chooses the worker of each request. `choose` runs in the event loop, so it must not take long."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
@@ -94,7 +95,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests, and the first of several such workers."""
+    """Chooses the worker with the fewest requests; among several, the one with the smallest number."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
@@ -106,7 +107,7 @@ class PrefixAware:
     """Chooses the worker with the lowest cost, which combines cached prefixes and load.
 
     The cost of a worker is the number of prompt tokens that it must compute, plus the cost of its requests
-    (`WorkerLoads`). Requests of a session stay with their worker while it is available and has at most
+    (`WorkerLoads`). Requests of a session go to one worker while this worker is available and has at most
     ``max_imbalance`` more requests than the least loaded worker.
 
     Args:
@@ -154,7 +155,7 @@ class PrefixAware:
 
 
 def worker_with_lowest(values: Sequence[int], workers: int) -> int:
-    """Return the worker of a set with the lowest value, and the first of several such workers."""
+    """Return the worker with the lowest value in the set ``workers``; among several, the first."""
     if workers + 1 == 1 << len(values):
         return values.index(min(values))
     return min((worker for worker in range(len(values)) if workers >> worker & 1), key=values.__getitem__)
@@ -170,11 +171,11 @@ def num_uncached_tokens(context: RequestContext, info: WorkerInfo, num_cached_bl
 
 
 def prompt_digests(context: RequestContext, info: WorkerInfo) -> list[bytes]:
-    """Return the digests of the full blocks that a worker looks up for a prompt, as its KV cache hashes them.
+    """Return the digests of the full blocks that a worker looks up for a prompt in its prefix cache.
 
-    The result is empty if the request does not use the prefix cache. It is also empty for requests with an
-    adapter, because only the workers have the digest of the adapter's content. At most `MAX_DIGESTS` blocks
-    are hashed.
+    The result is empty if the request does not use the prefix cache. The result is also empty for requests
+    with an adapter, because only the workers have the digest of the adapter's content. At most `MAX_DIGESTS`
+    blocks are hashed.
     """
     if info.prefix_limits is None or context.log_probabilities_echo or context.adapter is not None:
         return []

@@ -7,7 +7,7 @@
 The state changes directly to ``stopped`` if the first start fails, and after `MAX_FAILED_STARTS` consecutive
 failed starts. While `WorkerSupervisor.is_asleep` is set, ``asleep`` replaces ``ready`` and ``stopped``.
 
-All code here except `WorkerSupervisor.launch` runs on the event loop. It blocks the loop only while it
+All code here except `WorkerSupervisor.launch` runs on the event loop, and blocks the loop only while it
 launches or ends a worker.
 """
 
@@ -69,7 +69,7 @@ class WorkerSupervisor:
         hang_limit: seconds without a report and without progress after which the worker is killed and
             restarted. A worker process also counts progress within a step, so a long step does not reach the
             limit. A worker in a thread has no progress counter, so it needs a large limit.
-        memory_limit: limit of the worker's private memory, in bytes.
+        memory_limit: limit of the worker's private memory, in bytes; None for no limit.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class WorkerSupervisor:
         self._state: EngineState = "stopped"
         self._was_ready = False  # whether the worker was ready when the shutdown began
         self.is_asleep = False
-        """Whether the worker is asleep, so that requests are rejected. `WorkerClient` sets it."""
+        """Whether the worker is asleep, so that requests are rejected. Set by `WorkerClient`."""
         self._connection: WorkerConnection | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._folder = ""
         self._start_result: asyncio.Future[WorkerInfo | PenstockError] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._supervision_task: asyncio.Task[None] | None = None
         self._liveness: Liveness | None = None
         self._kill_reason = ""
         # whether the current worker has sent a Pong or StepResults since it became ready
@@ -198,11 +198,12 @@ class WorkerSupervisor:
         Raises:
             PenstockError: the reason why the worker could not start.
         """
-        assert self._task is None or self._task.done(), "the worker was started already"
+        task = self._supervision_task
+        assert task is None or task.done(), "the worker was started already"
         self.launch()
         first_start = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._supervise(first_start))
-        self._task.add_done_callback(lambda _: _fail_unfinished_start(first_start))
+        self._supervision_task = asyncio.create_task(self._supervise(first_start))
+        self._supervision_task.add_done_callback(lambda _: _fail_unfinished_start(first_start))
         try:
             await first_start
         except asyncio.CancelledError:
@@ -219,9 +220,9 @@ class WorkerSupervisor:
 
     async def finish_stop(self) -> None:
         """End the worker after `begin_stop`, and remove its files."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        if self._supervision_task is not None:
+            self._supervision_task.cancel()
+            await asyncio.wait({self._supervision_task})
         connection = self._connection
         if self._was_ready and connection is not None and not connection.end_event.is_set():
             connection.send(Stop())
@@ -233,7 +234,7 @@ class WorkerSupervisor:
 
     async def _supervise(self, first_start: asyncio.Future[None]) -> None:
         """Restart the worker until the shutdown begins, or until too many starts have failed."""
-        num_failed = 0  # number of consecutive failed starts
+        num_failed = 0  # consecutive starts that failed, or whose worker ended before it answered
         while True:
             error = await self._start_worker()
             if error is None:
@@ -301,7 +302,7 @@ class WorkerSupervisor:
         return self._has_answered
 
     async def _completes_before_end(self, coroutine: Coroutine[None, None, None]) -> bool:
-        """Return whether a coroutine completes before the worker ends or hangs."""
+        """Run a coroutine until it completes, or the worker ends or hangs. Return whether it completed."""
         assert self._connection is not None
         connection = self._connection
         task, end_task = asyncio.create_task(coroutine), asyncio.create_task(connection.end_event.wait())
@@ -377,7 +378,7 @@ class WorkerSupervisor:
 
 
 def _fail_unfinished_start(first_start: asyncio.Future[None]) -> None:
-    """End the wait of `start` with an error if the supervision ended before the first start."""
+    """Make `start` raise an error if the supervision ended before the first start was complete."""
     if not first_start.done():
         first_start.set_exception(UnavailableError("the server was stopped while it started"))
 

@@ -1,4 +1,4 @@
-"""Fixtures: a small random checkpoint of every architecture, on disk and in transformers."""
+"""Fixtures: a small random checkpoint of every decoder architecture, on disk and in transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARCHITECTURES = DECODERS
 
 @pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small random checkpoint of each architecture."""
+    """Return the folder of a small random checkpoint of a decoder architecture."""
     config = request.param.tiny_config()
     return write_checkpoint(tmp_path_factory.mktemp(request.param.name), config)
 

@@ -14,7 +14,7 @@ from support.pipeline_steps import generate_tokens, make_context, open_pipeline,
 
 from penstock.kernels import PackedExperts, PackedLinear
 from penstock.kernels.encodings import int4
-from penstock.nn import Attention, Linear, SharedExperts
+from penstock.nn import Attention, Linear, LinearAttention, SharedExperts
 from penstock.pipelines import TextGenerationPipeline
 
 pytestmark = pytest.mark.models
@@ -27,8 +27,11 @@ MAX_ERROR = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
 ``int4`` applies to wide layers. ``int5`` applies to narrow layers, whose weights have 5 bits.
 """
 
-ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3}
-"""Factors on the maximum error, for families in which a rounding error can route a row to another expert."""
+ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3, "qwen3_5_text": 2, "qwen3_5_moe_text": 3, "qwen3_next": 3}
+"""Factors on the maximum error of some families.
+
+A rounding error can route a row to another expert. Norms enlarge errors of small outputs.
+"""
 
 
 def wide_config(tiny_config: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def allowed_estimate_ratios(pipeline: TextGenerationPipeline) -> tuple[float, fl
     The estimate includes the padding of panels. A back end without panels, such as the CUDA back end, does
     not store this padding. The estimate does not include that norm weights ``1 + w`` are stored in float32.
     """
-    return (0.99, 1.15) if pipeline.session.ops.packs_weights else (0.98, 1.25)
+    return (0.99, 1.2) if pipeline.session.ops.packs_weights else (0.98, 1.25)
 
 
 @pytest.mark.matrix(strength=1, times=2)
@@ -138,10 +141,11 @@ def test_each_kind_of_layer_has_its_encoding(
     ]
     shared_experts = [module for module in modules if isinstance(module, SharedExperts)]
     routers += [id(layer.gate.packed) for layer in shared_experts if layer.gate is not None]
+    routers += [id(module.gates.packed) for module in modules if isinstance(module, LinearAttention)]
     linears = [module for module in modules if isinstance(module, PackedLinear)]
     attentions = [module for module in modules if isinstance(module, Attention)]
     values = [id(attention.values.packed) for attention in attentions if attention.values is not None]
-    has_own_values = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
+    has_own_values = "self_attn.v_proj" in " ".join(model.weights.names)
     assert len(values) == (len(attentions) if has_own_values else 0)
     assert network.head.linear.packed.encoding == "int8"
     for packed_weight in linears:

@@ -23,8 +23,10 @@ SIZES = [(200, 100), (70, 150), (64, 64)]
 
 @pytest.fixture(autouse=True)
 def _without_video_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the video processors, which need torchvision and num2words. Prompts with images do not use
-    them."""
+    """Make the processors work without a video processor, torchvision and num2words.
+
+    Prompts with images use none of these.
+    """
     from transformers import processing_utils
     from transformers.models.smolvlm import processing_smolvlm
 
@@ -53,18 +55,18 @@ def make_tokenizer(special_tokens: Sequence[str], **roles: str) -> Any:
     )
 
 
-def prompt_ids(family: VisionFamily, images: Any, tokenizer: Any, template: str) -> list[int]:
+def prompt_ids(family: VisionFamily, image_processor: Any, tokenizer: Any, template: str) -> list[int]:
     """Return the token ids of a template in which each ``{}`` stands for an image."""
     text = template.replace("{}", family.placeholder)
     for size in SIZES:
         image = Image.fromarray(np.zeros((size[1], size[0], 3), np.uint8))
         outputs = {
             name: np.asarray(value)
-            for name, value in images([image], **family.processor_options("auto")).items()
+            for name, value in image_processor([image], **family.processor_options("auto")).items()
         }
         text = text.replace(family.placeholder, "\0", 1)
         text = text.replace(
-            "\0", family.expand(family.processed(outputs, size)).replace(family.placeholder, "\1")
+            "\0", family.expand(family.to_processed_image(outputs, size)).replace(family.placeholder, "\1")
         )
     ids: list[int] = tokenizer(text.replace("\1", family.placeholder), add_special_tokens=False)["input_ids"]
     return ids
@@ -169,7 +171,7 @@ def test_videos_are_refused() -> None:
     family = QwenVisionFamily(HuggingFaceConfig({}), {}, str)
     outputs = {"pixel_values": np.zeros((8, 4)), "image_grid_thw": np.array([[2, 2, 2]])}
     with pytest.raises(InputError, match=r"2 frames.*not videos"):
-        family.processed(outputs, (28, 28))
+        family.to_processed_image(outputs, (28, 28))
 
 
 def test_an_image_has_one_token_per_merged_patch() -> None:

@@ -97,6 +97,12 @@ def test_chunked_results_equal_whole_results(
     assert generate_tokens(uncached_pipeline, [context]) == [full_tokens]
 
 
+def has_states(pipeline: TextGenerationPipeline) -> bool:
+    """Return whether the model has recurrent states."""
+    spec = pipeline.model.kv_cache_spec
+    return spec is not None and spec.states is not None
+
+
 @pytest.mark.matrix(strength=1)
 def test_results_with_a_prefix_hit_equal_uncached_results(
     pipeline: TextGenerationPipeline,
@@ -108,6 +114,8 @@ def test_results_with_a_prefix_hit_equal_uncached_results(
     context = make_sampling_context(sampling_params)
     assert generate_tokens(pipeline, [context]) == [uncached_tokens]
     assert context.num_cached_tokens == 64, "four full blocks of 16 tokens"
+    if has_states(pipeline):  # a context with another continuation saves the state at the common prefix
+        generate_tokens(pipeline, [make_context(PROMPT[:50] + [9] * 20, 2)])
     shared_context = make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)
     (expected_tokens,) = generate_tokens(
         uncached_pipeline, [make_context(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling_params)]

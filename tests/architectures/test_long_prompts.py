@@ -13,10 +13,11 @@ from penstock.architectures.registry import SupportedArchitecture
 pytestmark = pytest.mark.slow
 
 LENGTH = 2600
-TOLERANCES = {"gemma": 2e-4}
+TOLERANCES = {"gemma": 2e-4, "qwen3_next": 4e-4, "qwen3_5_text": 4e-4, "qwen3_5_moe_text": 4e-4}
 """Maximum error of a family in standard deviations of the logits; 1e-4 for all other families.
 
-In the listed families, transformers differs from a float64 computation by more than 1e-4.
+In Gemma, transformers differs from a float64 computation by more than 1e-4. With linear attention, two orders
+of the sums in transformers differ by more than 1e-4.
 """
 CHUNKS = [1, 600, 999, 1000]
 _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")

@@ -103,7 +103,7 @@ def sampling_params(seed: int) -> SamplingParams:
 def test_scores_of_generated_tokens_equal_a_recomputation(
     checkpoint: Path, reference: Any, max_batch_tokens: int
 ) -> None:
-    """The batch has texts below the limit, across it and beyond it. With 16 tokens, prompts have chunks."""
+    """The batch has texts below, across and beyond the limit. Steps of 16 tokens split the prompts."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, ORIGINAL_LENGTH - 1, ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, 60)
     contexts = [
@@ -147,10 +147,10 @@ def test_greedy_text_equals_a_recomputation(checkpoint: Path, reference: Any, nu
         assert transformers_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
 
 
-def greedy_continuation(reference: Any, prompt: list[int], count: int) -> list[int]:
+def greedy_continuation(reference: Any, prompt: list[int], num_new_tokens: int) -> list[int]:
     text = list(prompt)
     with torch.inference_mode():
-        while len(text) < len(prompt) + count:
+        while len(text) < len(prompt) + num_new_tokens:
             text.append(int(reference(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
     return text[len(prompt) :]
 
@@ -174,7 +174,7 @@ def test_prefixes_computed_with_other_factors_are_not_reused(
 
 
 def test_speculative_text_across_the_limit_equals_a_recomputation(checkpoint: Path, reference: Any) -> None:
-    """Checks n-gram drafts and drafts of a draft model. The draft model has its own limit."""
+    """Checks n-gram drafts and drafts of a draft model, whose own KV cache also crosses the limit."""
     prompt = [*PROMPT[:8]] * 4
     expected = greedy_continuation(reference, prompt, NUM_NEW_TOKENS)
     for options in ({"speculative_method": "ngram"}, {"draft_model_path": str(checkpoint)}):
@@ -246,5 +246,5 @@ def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> N
     assert pipeline.model.kv_cache_spec is not None
     assert pipeline.model.kv_cache_spec.key_limits == ()
     network: Any = pipeline.model
-    assert not network.network.length_dependent
+    assert not network.network.is_length_dependent
     assert math.isclose(network.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)

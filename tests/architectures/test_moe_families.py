@@ -153,7 +153,7 @@ def mutate_layers(network: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def mutate_experts(**changes_by_field: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that changes a layer's experts. It returns the same object if nothing changes."""
+    """Return a function that changes a layer's experts, or returns the same layer if nothing changes."""
 
     def change(layer: Any) -> Any:
         experts = layer.experts if isinstance(layer, SharedExperts) else layer
@@ -185,7 +185,7 @@ def drop_shared_gate(layer: Any) -> Any:
 
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
-    "correction bias dropped": mutate_experts(bias=lambda bias: None),
+    "correction bias dropped": mutate_experts(correction_bias=lambda bias: None),
     "scaling factor 1": mutate_routing(scale=1.0),
     "expert groups ignored": mutate_routing(groups=1),
     "one expert group too few": mutate_routing(top_groups=1),
@@ -327,7 +327,7 @@ def test_phimoe_is_limited_to_its_original_length(tmp_path: Path) -> None:
 
 
 def mutate_attention(network: Any, **fields: Any) -> Any:
-    """Return the network with other values of some fields of its attention."""
+    """Return the network with the given values of fields of the attention in each block."""
     blocks = [replace(block, attention=replace(block.attention, **fields)) for block in network.blocks]
     return replace(network, blocks=tuple(blocks))
 
@@ -349,7 +349,7 @@ def scale_outputs(experts: Any) -> Any:
 LLAMA4_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "query norm dropped": lambda n: mutate_attention(n, q_norm=None),
     "rotary layout of halves": lambda n: mutate_attention(n, is_interleaved=False),
-    "rope in all layers": lambda n: mutate_attention(n, rotary=0),
+    "rope in all layers": lambda n: mutate_attention(n, rotary_index=0),
     "query scaling dropped": lambda n: replace(n, rotaries=n.rotaries[:1]),
     "two experts per token": lambda n: mutate_llama4_experts(n, lambda e: replace(e, top_k=2)),
     "outputs scaled instead of inputs": lambda n: mutate_llama4_experts(n, scale_outputs),

@@ -48,7 +48,7 @@ def test_preparing_a_step_reads_no_tensor_of_the_device(
 
 
 def test_a_step_with_several_axes_runs_eagerly(pipeline: TextGenerationPipeline) -> None:
-    """Two-dimensional inputs of a compiled step would be padded."""
+    """Compiled steps pad two-dimensional inputs, so they cannot read positions ``[3, T]``."""
     for _ in range(3):
         context = PROMPTS["qwen2_vl"](find_architecture().tiny_config()).context()
         forward_logits(pipeline, [context])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from penstock.nn import (
     Branch,
     DecoderBlock,
     DecoderNetwork,
+    GatedAttention,
     GatedMLP,
     Head,
     LayerNorm,
     Linear,
+    LinearAttention,
     ParallelBlock,
     RotaryConfig,
 )
@@ -46,7 +48,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def relative_error(pipeline: TextGenerationPipeline, expected: torch.Tensor) -> float:
-    """Return the error of a prefill and ten decode steps, in multiples of the tolerance."""
+    """Return the largest error of a prefill and ten decode steps, in multiples of the tolerance."""
     context = make_context(TOKENS[:40])
     logits = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[40:]:
@@ -126,6 +128,11 @@ def test_a_window_off_by_one_is_detected(
     assert relative_error(pipeline, expected) > 10
 
 
+def has_attention(block: Any) -> bool:
+    """Return whether a block has softmax attention instead of linear attention."""
+    return isinstance(block.attention, Attention)
+
+
 def replace_attention_parts(**parts: Any) -> Callable[[Any], Any]:
     """Return a function that replaces fields of the attention in all blocks.
 
@@ -133,10 +140,13 @@ def replace_attention_parts(**parts: Any) -> Callable[[Any], Any]:
     """
 
     def mutate(network: Any) -> Any:
-        blocks = [replace(block, attention=replace(block.attention, **parts)) for block in network.blocks]
+        blocks = [
+            replace(block, attention=replace(block.attention, **parts)) if has_attention(block) else block
+            for block in network.blocks
+        ]
         is_unchanged = all(
             getattr(block.attention, part) is value
-            for block in network.blocks
+            for block in filter(has_attention, network.blocks)
             for part, value in parts.items()
         )
         return None if is_unchanged else replace(network, blocks=tuple(blocks))
@@ -157,10 +167,10 @@ def swap_ropes(network: Any) -> Any:
 
 def apply_rope_in_every_layer(network: Any) -> Any:
     if not isinstance(network, DecoderNetwork) or all(
-        block.attention.rotary == 0 for block in network.blocks
+        block.attention.rotary_index == 0 for block in network.blocks if has_attention(block)
     ):
         return None
-    return replace_attention_parts(rotary=0)(network)
+    return replace_attention_parts(rotary_index=0)(network)
 
 
 def drop_head_options(network: Any) -> Any:
@@ -195,7 +205,7 @@ def mutate_blocks(mutate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def swap_rotary_layout(block: Any) -> Any:
     """Swap the layout of the rotary pairs: adjacent dimensions instead of halves, or the reverse."""
-    if block.attention.rotary is None:
+    if not has_attention(block) or block.attention.rotary_index is None:
         return block
     return replace(
         block, attention=replace(block.attention, is_interleaved=not block.attention.is_interleaved)
@@ -205,16 +215,17 @@ def swap_rotary_layout(block: Any) -> Any:
 def use_base_attention(block: Any) -> Any:
     """Replace a family's attention class by the base class."""
     attention = block.attention
-    if type(attention) is Attention:
+    # The base class cannot read the projection of `GatedAttention`.
+    if type(attention) in (Attention, GatedAttention, LinearAttention):
         return block
-    rotary = None if attention.rotary is None else 0
+    rotary_index = None if attention.rotary_index is None else 0
     values = {field.name: getattr(attention, field.name) for field in fields(attention)}
-    return replace(block, attention=Attention(**values | {"rotary": rotary}))
+    return replace(block, attention=Attention(**values | {"rotary_index": rotary_index}))
 
 
 def drop_qkv_clipping(block: Any) -> Any:
     attention = block.attention
-    if type(attention.qkv) is Linear:
+    if not has_attention(block) or type(attention.qkv) is Linear:
         return block
     return replace(block, attention=replace(attention, qkv=Linear(attention.qkv.packed)))
 
@@ -241,6 +252,19 @@ def change_activation(block: Any) -> Any:
     return block
 
 
+def mutate_linear_attention(**parts: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that mutates fields of the linear attention of a block."""
+
+    def mutate(block: Any) -> Any:
+        attention = block.attention
+        if not isinstance(attention, LinearAttention):
+            return block
+        values = {name: change(getattr(attention, name)) for name, change in parts.items()}
+        return replace(block, attention=replace(attention, **values))
+
+    return mutate_blocks(mutate)
+
+
 def drop_head_bias(network: Any) -> Any:
     packed_weight = network.head.linear.packed
     if packed_weight.bias is None:
@@ -255,6 +279,17 @@ def zero_norm_biases(network: Any) -> Any:
     return replace(network, norm=replace(norm, bias=torch.zeros_like(norm.bias)))
 
 
+@dataclass(frozen=True)
+class SwappedHalves:
+    """A linear layer whose output halves are swapped."""
+
+    linear: Linear
+
+    def __call__(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        y = self.linear(x, step)
+        return y.roll(y.shape[1] // 2, dims=1)
+
+
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "other rotary layout": mutate_blocks(swap_rotary_layout),
     "attention of the base class": mutate_blocks(use_base_attention),
@@ -262,6 +297,9 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "one shared norm instead of two": mutate_blocks(drop_mlp_norm),
     "sequential instead of parallel blocks": mutate_blocks(make_block_sequential),
     "other activation": mutate_blocks(change_activation),
+    "convolution reversed": mutate_linear_attention(convolution=lambda weight: weight.flip(0)),
+    "decay of the state dropped": mutate_linear_attention(decay=torch.zeros_like),
+    "gates swapped": mutate_linear_attention(gates=lambda gates: SwappedHalves(gates)),
     "head bias dropped": drop_head_bias,
     "bias of the final norm set to 0": zero_norm_biases,
     "query norm dropped": replace_attention_parts(q_norm=None),
@@ -336,8 +374,8 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
     manager = pipeline.kv
     assert isinstance(manager, KVCacheManager)
     groups = manager.inputs([context]).groups
-    for cache, group in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
-        cache[:, groups[group].block_tables[0, context.start_idx // 16 - 1]] += 1.0
+    for cache, group_index in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
+        cache[:, groups[group_index].block_tables[0, context.start_idx // 16 - 1]] += 1.0
     pipeline.release(context)
     second_context = make_context(TOKENS)
     logits = step_logits(pipeline, [second_context])[0]

@@ -45,7 +45,7 @@ def test_ntk_scaling_gives_the_published_frequencies(factor: float) -> None:
 
 
 def test_a_token_classification_head_gives_the_sparse_embedding(tmp_path: Path) -> None:
-    """The head has one label for each token. The dense embedding does not change."""
+    """The head computes one logit per token. The dense embedding does not change."""
     model = save_encoder(GTE, tmp_path, "")
     tensors = load_file(tmp_path / "model.safetensors")
     head = torch.nn.Linear(model.config.hidden_size, 1)

@@ -1,4 +1,4 @@
-"""Every architecture gives the logits and texts of transformers."""
+"""Every decoder architecture gives the logits and texts of transformers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ from penstock.errors import ConfigError
 
 pytestmark = pytest.mark.models
 
-PARTIAL_BY_DEFAULT = ("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm")
+PARTIAL_BY_DEFAULT = (
+    *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
 """Families whose transformers model supports ``partial_rotary_factor`` with every RoPE type."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.checkpoints import DECODERS
 
-from penstock.architectures.apertus.model import stored_activations
+from penstock.architectures.apertus.model import stored_xielu_parameters
 from penstock.architectures.gpt2.config import GPT2Config
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -126,7 +126,7 @@ def test_unsupported_settings_are_refused(family: str, changes: dict[str, Any], 
 def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
     config = HuggingFaceConfig({"xielu": {"alpha_p": values}})
     with pytest.raises(ConfigError, match=r"xielu\.alpha_p: must"):
-        stored_activations(config, 2)
+        stored_xielu_parameters(config, 2)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
-EAGER_PROMPTS = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+EAGER_PROMPTS = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Families whose prompts run eagerly because of bidirectional spans or multimodal rotary embeddings."""
 
 VISION_FAMILIES = [
@@ -216,7 +216,7 @@ def test_several_steps_after_an_image_read_its_embedding_once(tmp_path: Path) ->
     folder = write_vision_checkpoint("llava", tmp_path)
 
     def generate(seed: int, pipeline: TextGenerationPipeline, num_steps: int) -> list[int]:
-        context = image_context([1, *[129] * 16], [random_pixels(seed)], 129, max_new=8)
+        context = image_context([1, *[129] * 16], [random_pixels(seed)], 129, max_new_tokens=8)
         context.set_token_indices(active_idx=16)
         while not context.is_done:
             pipeline.execute({"a": context}, num_steps)

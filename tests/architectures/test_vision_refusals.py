@@ -53,7 +53,7 @@ def test_unsupported_configurations_are_refused(name: str, changes: dict[str, An
 
 
 class _EmptyLoader:
-    """A loader without tensors."""
+    """A loader whose methods return None, for checks that run before a tensor is read."""
 
     def __getattr__(self, name: str) -> Any:
         def return_none(*arguments: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM
-from penstock.bench.quality import Quality, compare, sample_texts, scores, write_rounded
+from penstock.bench.quality import Quality, compare, log_probs_of_texts, sample_texts, write_rounded
 
 
 def open_model(model: str, encoding: str) -> LLM:
@@ -63,15 +63,15 @@ def test_a_model_compared_with_itself_has_no_error(float32_llm: LLM, texts: list
     assert (quality.divergence, quality.agreement, quality.num_tokens) == (0, 1, 2 * 191)
 
 
-def test_scores_are_aligned_with_the_tokens(float32_llm: LLM, texts: list[list[int]]) -> None:
-    """The texts are sampled from the scored distributions, so their tokens have a high probability."""
-    (log_probabilities,) = scores(float32_llm, texts[:1])
+def test_log_probabilities_are_aligned_with_the_tokens(float32_llm: LLM, texts: list[list[int]]) -> None:
+    """The text is sampled from these distributions, so its tokens have a high probability."""
+    (log_probabilities,) = log_probs_of_texts(float32_llm, texts[:1])
     assert log_probabilities.shape == (192, float32_llm.tokenizer.vocab_size)
     assert float(log_probabilities.exp().sum(-1).sub(1).abs().max()) < 1e-4
-    aligned_score = float(log_probabilities[:-1].gather(1, target_indices(texts[0][1:])).mean())
-    shifted_score = float(log_probabilities[:-1].gather(1, target_indices(texts[0][:-1])).mean())
-    assert aligned_score > -2
-    assert shifted_score < aligned_score - 3
+    aligned_mean = float(log_probabilities[:-1].gather(1, target_indices(texts[0][1:])).mean())
+    shifted_mean = float(log_probabilities[:-1].gather(1, target_indices(texts[0][:-1])).mean())
+    assert aligned_mean > -2
+    assert shifted_mean < aligned_mean - 3
 
 
 def target_indices(tokens: list[int]) -> Any:

@@ -46,7 +46,7 @@ def test_narrow_models_with_another_depth_generate_tokens(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_tensor_names_and_shapes_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_tensor_names_and_shapes_agree_with_transformers(name: str, tmp_path: Path) -> None:
     written_tensors = load_file(write_checkpoint(tmp_path, TINY_CONFIGS[name]) / "model.safetensors")
     shapes = tensor_shapes(TINY_CONFIGS[name])
     common_shapes = {key: tuple(tensor.shape) for key, tensor in written_tensors.items() if key in shapes}

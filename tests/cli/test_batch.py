@@ -73,7 +73,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
 def test_an_interrupted_batch_is_continued(
     tmp_path: Path, signal_number: int, count: int, kill_fractions: tuple[float, ...]
 ) -> None:
-    """Each request has exactly one result, although a signal ends the process after these fractions."""
+    """Each request has exactly one result, although a signal ends the process after some of the requests."""
     input_file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_requests(input_file, count, max_tokens=4)
     command = [sys.executable, "-m", "penstock", "batch", "run", str(input_file), "-o", str(output)]

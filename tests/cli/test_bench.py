@@ -48,8 +48,8 @@ def test_a_measurement_writes_a_report_and_a_plot(
     report = json.loads(file.read_text())
     summary: dict[str, Any] = report["summary"]
     assert (summary["completed"], summary["completion_tokens"], summary["errors"]) == (6, 54, {})
-    template = len("user: \nassistant:") if endpoint == "chat" else 0
-    assert {request["prompt_tokens"] for request in report["requests"]} == {20 + template}
+    num_template_tokens = len("user: \nassistant:") if endpoint == "chat" else 0
+    assert {request["prompt_tokens"] for request in report["requests"]} == {20 + num_template_tokens}
     assert (summary["time_to_first_token"] is None) == ("--no-stream" in load_flags)
     assert report["settings"]["model"] == "demo"
     assert "api_key" not in report["settings"]
@@ -57,9 +57,9 @@ def test_a_measurement_writes_a_report_and_a_plot(
 
 
 def test_prompts_are_read_from_a_file(server: LiveServer, tmp_path: Path) -> None:
-    lines, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
-    lines.write_text('{"prompt": "Hello"}\n\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    result = run_bench(server, "--prompts", str(lines), "--output-length", "2", "--json", str(report))
+    prompts_file, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts_file.write_text('{"prompt": "Hello"}\n\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    result = run_bench(server, "--prompts", str(prompts_file), "--output-length", "2", "--json", str(report))
     assert result.exit_code == 0, result.output
     actual = [request["prompt_tokens"] for request in json.loads(report.read_text())["requests"]]
     assert sorted(actual) == [19, 19, 19, 22, 22, 22]
@@ -84,14 +84,14 @@ def test_errors_are_printed_and_set_the_exit_status(server: LiveServer) -> None:
         (["--model", "other"], "every warm-up request failed: HTTP 404"),
         (["--extra-body", "[]"], "extra_body"),
         (["--prompts", "EMPTY"], "has no prompts"),
-        (["--prompts", "WRONG.jsonl"], "line 1"),
+        (["--prompts", "WRONG.jsonl"], "line 3"),
     ],
 )
 def test_invalid_arguments_are_refused(
     server: LiveServer, flags: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "EMPTY").write_text("\n")
-    (tmp_path / "WRONG.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "WRONG.jsonl").write_text('{"prompt": "a"}\n\n{"text": "a"}\n')
     arguments = [str(tmp_path / flag) if flag.isupper() or "WRONG" in flag else flag for flag in flags]
     if flags[0] == "--model":
         arguments += ["--prompts", str(tmp_path / "WRONG.jsonl")]

@@ -14,11 +14,11 @@ from penstock.bench.workloads import WORKLOADS
 from penstock.cli import cli
 from penstock.cli.bench_run import command
 
-SMALL_WORKLOADS = ("--prompt-length", "8", "--prefill-length", "20", "--new-tokens", "4", "--batch", "3")
+SMALL_SIZES = ("--prompt-length", "8", "--prefill-length", "20", "--new-tokens", "4", "--batch", "3")
 
 
 def run_bench(*flags: object) -> Result:
-    return CliRunner().invoke(cli, ["bench", "run", *SMALL_WORKLOADS, "--repeats", "2", *map(str, flags)])
+    return CliRunner().invoke(cli, ["bench", "run", *SMALL_SIZES, "--repeats", "2", *map(str, flags)])
 
 
 def figures_by_workload(file: Path) -> dict[tuple[str, str], dict[str, Any]]:

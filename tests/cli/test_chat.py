@@ -113,6 +113,21 @@ def test_commands_change_history_and_settings(monkeypatch: pytest.MonkeyPatch, t
     assert len(speeds) == 6
 
 
+def test_a_failed_retry_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Iterator[AnswerPiece]:
+        raise InputError("it is refused")
+
+    backend = EchoBackend()
+    session = ChatSession(backend, None, {})
+    session.ask("one")
+    messages = list(session.messages)
+    monkeypatch.setattr(backend, "answer", refuse)
+    with pytest.raises(InputError, match="it is refused"):
+        session.handle("/retry")
+    assert session.messages == messages
+    assert len(messages) == 2
+
+
 def test_images_are_sent_with_the_next_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image, text, saved_path = tmp_path / "a.png", tmp_path / "b.txt", tmp_path / "saved.json"
     image.write_bytes(b"12345")

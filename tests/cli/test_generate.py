@@ -88,7 +88,7 @@ def test_several_answers_are_printed_together_at_the_end(model: Path) -> None:
     single_result = generate(model, *arguments[:-2], "--json", "--logprobs", "1")
     assert report["outputs"][0] == {
         "index": 0,
-        **without_timings(json.loads(single_result.stdout), "usage", "timings"),
+        **without_members(json.loads(single_result.stdout), "usage", "timings"),
     }
 
 
@@ -249,5 +249,5 @@ def generate_answer(model: Path, *arguments: str) -> dict[str, Any]:
     return answer
 
 
-def without_timings(answer: dict[str, Any], *names: str) -> dict[str, Any]:
+def without_members(answer: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in names}

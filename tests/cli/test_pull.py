@@ -55,9 +55,9 @@ class Hub:
         """The file name and the header ``Range`` of each download."""
         self.commit = COMMIT
         self.stalls = False
-        """Whether a download of the large file stops after `STALL_OFFSET` bytes, until `released` is set."""
+        """Whether a download of the large file stops at `STALL_OFFSET` and ends when `released` is set."""
         self.num_breaks = 0
-        """Number of downloads of the large file that end early."""
+        """Number of the next downloads of the large file that end after 2 MiB."""
         self.etag: str | None = None
         """A wrong checksum for the server to report; None for the correct one."""
         self.stalled = threading.Event()
@@ -252,7 +252,7 @@ def test_a_download_continues_after_a_broken_connection(hub: Hub) -> None:
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
-def test_a_file_with_another_checksum_is_deleted(hub: Hub) -> None:
+def test_a_download_with_a_wrong_checksum_is_deleted(hub: Hub) -> None:
     hub.etag = "0" * 64
     _, errors = hub.run("pull", "tiny/llama", status=2)
     assert "model.safetensors was not downloaded correctly" in errors
@@ -295,7 +295,9 @@ def test_invalid_arguments_are_refused(hub: Hub) -> None:
     assert len(hub.list_local()) == 1
 
 
-def test_an_ambiguous_revision_names_only_the_matching_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_an_ambiguous_revision_names_only_the_matching_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     models = [
         hub_cache.CachedModel("a/b", commit, (), Path(commit), 1, 1, 0.0, True)
         for commit in ("ab12" * 10, "ab34" * 10, "cd56" * 10)

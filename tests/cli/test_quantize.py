@@ -73,7 +73,7 @@ def test_a_sharded_checkpoint_has_the_same_tensors(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run_quantize("--model", checkpoint, "--out", tmp_path / "one").exit_code == 0
-    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 20_000)
     result = run_quantize("--model", checkpoint, "--out", tmp_path / "many")
     assert result.exit_code == 0
     assert "layers in int4" in result.stdout

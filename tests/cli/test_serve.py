@@ -61,7 +61,7 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(log.read_text())
 
 
-def test_the_demo_model_from_start_to_end(tmp_path: Path) -> None:
+def test_a_server_checks_keys_restarts_its_worker_and_finishes_streams(tmp_path: Path) -> None:
     log = tmp_path / "log"
     chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
     flags = ("--api-key", "one", "--api-key", "two")
@@ -96,7 +96,7 @@ def test_the_demo_model_from_start_to_end(tmp_path: Path) -> None:
     assert not any("Hi" in line.split() for line in log_lines)
 
 
-def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
+def test_a_server_of_an_embedder_checks_dimensions_and_exits(tmp_path: Path) -> None:
     model, log = write_tiny_embedder(tmp_path / "tiny", matryoshka_dimensions=[8]), tmp_path / "log"
     body = {"input": ["a cat", "a dog"], "dimensions": 4}
     with run_server(str(model), "--matryoshka-dimensions", "4,16", log=log) as (process, client):

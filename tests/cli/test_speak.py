@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support.tiny_llm import write_tiny_llm
-from support.tiny_speech import RATE, FakeCodecs, write_tiny_speech
+from support.tiny_speech import SAMPLE_RATE, FakeCodecs, write_tiny_speech
 
 from penstock.cli import cli
 
@@ -37,7 +37,7 @@ def test_audio_is_written_in_each_uncompressed_format(model: Path, tmp_path: Pat
     assert result.exit_code == 0, result.output
     assert re.search(r"s of audio \(\d+ tokens\) in .* s: real-time factor \d", result.stderr)
     with wave.open(str(tmp_path / "a.wav")) as file:
-        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (SAMPLE_RATE, 1, 2)
         samples = file.readframes(file.getnframes())
     assert len(samples) > 100
     run_speak("-o", tmp_path / "b.pcm", "--model", model, text="hello world\n")

@@ -13,29 +13,29 @@ from penstock.weights.hub import resolve_codec
 
 
 @pytest.mark.parametrize(
-    ("remote", "requests"),
+    ("remote_files", "num_requests"),
     [
         (["config.json", "model.safetensors", "pytorch_model.bin"], 1),
         (["config.json", "pytorch_model.bin"], 2),
     ],
 )
 def test_only_the_required_files_are_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: list[str], requests: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote_files: list[str], num_requests: int
 ) -> None:
     patterns = []
 
     def download(model_id: str, *, revision: str, allow_patterns: list[str], **_: Any) -> str:
         assert (model_id, revision) == ("someone/codec", "v1")
         patterns.append(allow_patterns)
-        for name in remote:
+        for name in remote_files:
             if any(Path(name).match(pattern) for pattern in allow_patterns):
                 (tmp_path / name).touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_codec("someone/codec", "v1") == tmp_path
-    assert len(patterns) == requests
-    assert {file.name for file in tmp_path.iterdir()} == set(remote[:2])
+    assert len(patterns) == num_requests
+    assert {file.name for file in tmp_path.iterdir()} == set(remote_files[:2])
 
 
 def test_a_path_is_used_or_refused_without_a_download(

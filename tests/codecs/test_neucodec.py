@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.codecs import FOLDER, load_expected, load_reference
+from support.codecs import CODEC_REFERENCES, load_expected, load_reference
 
 from penstock.codecs import CodecChunk
 from penstock.codecs.neucodec import model as neucodec
@@ -86,12 +86,12 @@ def test_a_chunk_with_a_wrong_start_gives_other_samples(monkeypatch: pytest.Monk
     assert (samples - full_samples[50 * 24 : 100 * 24]).abs().max() > codec.tolerance
 
 
-@pytest.mark.parametrize(("encoding", "ratio"), [("bfloat16", 60), ("int8", 15)])
-def test_samples_in_other_encodings_are_close(encoding: str, ratio: float) -> None:
+@pytest.mark.parametrize(("encoding", "min_power_ratio"), [("bfloat16", 60), ("int8", 15)])
+def test_samples_in_other_encodings_are_close(encoding: str, min_power_ratio: float) -> None:
     frames, full_samples = load_expected("neucodec")["frames"], load_expected("neucodec")["decoded"]
     samples = load_reference("neucodec", encoding=encoding).decode([frames])[0]
     error = (samples - full_samples).square().mean()
-    assert 0 < error * ratio < full_samples.square().mean()
+    assert 0 < error * min_power_ratio < full_samples.square().mean()
 
 
 def test_encoding_without_an_encoder_is_refused() -> None:
@@ -113,7 +113,7 @@ def test_encoding_without_an_encoder_is_refused() -> None:
 def test_unsupported_configurations_are_refused(
     tmp_path: Path, change: dict[str, object], error: type[Exception], problem: str
 ) -> None:
-    folder = shutil.copytree(FOLDER / "neucodec", tmp_path / "neucodec")
+    folder = shutil.copytree(CODEC_REFERENCES / "neucodec", tmp_path / "neucodec")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=problem):

@@ -34,7 +34,7 @@ class ReferenceEncoder:
     outputs: dict[str, Tensor]
 
     def encode(self, samples: Tensor) -> Tensor:
-        """Return the codes ``[F]`` of transformers. Stores the outputs of its modules in `outputs`."""
+        """Return the codes ``[F]`` of transformers. Stores the module outputs in `outputs`."""
         padded_samples = F.pad(samples, (0, 320 - len(samples) % 320))
         with torch.no_grad():
             result = self.model.encode(padded_samples[None, None], seamless_rows(padded_samples)[None])

@@ -1,6 +1,6 @@
 """Audio codecs are discovered by folder, selected by ``config.json`` and loaded on request.
 
-Code frames are checked.
+Malformed code frames and incomplete chunks are refused.
 """
 
 from __future__ import annotations

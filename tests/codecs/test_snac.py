@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.codecs import FOLDER, load_expected, load_reference
+from support.codecs import CODEC_REFERENCES, load_expected, load_reference
 
 from penstock.codecs import CodecChunk
 from penstock.codecs.snac.noise import noise_at
@@ -19,7 +19,7 @@ from penstock.errors import CheckpointError, InputError, UnsupportedFeatureError
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    shutil.copytree(FOLDER / "snac", tmp_path / "snac")
+    shutil.copytree(CODEC_REFERENCES / "snac", tmp_path / "snac")
     return tmp_path / "snac"
 
 

@@ -54,7 +54,7 @@ def test_the_error_for_a_missing_key_names_key_and_file(config: HuggingFaceConfi
     assert str(error.value) == f"{tmp_path}/config.json: text_config: has no 'head_dim'"
 
 
-def test_missing_keys_have_defaults(config: HuggingFaceConfig) -> None:
+def test_getattr_and_get_return_the_default_for_a_missing_key(config: HuggingFaceConfig) -> None:
     assert getattr(config, "head_dim", 8) == 8
     assert config.get("head_dim", 8) == 8
     assert config.get("head_dim") is None
@@ -73,7 +73,7 @@ def test_the_type_is_read_under_both_key_names(key: str) -> None:
     assert config.to_dict() == {key: "bfloat16"}
 
 
-def test_each_key_name_keeps_its_own_value() -> None:
+def test_dtype_and_torch_dtype_may_have_different_values() -> None:
     config = HuggingFaceConfig({"dtype": "float32", "torch_dtype": "float16"})
     assert (config.dtype, config.torch_dtype) == ("float32", "float16")
 
@@ -104,7 +104,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         HuggingFaceConfig.from_checkpoint(tmp_path)
 
 
-def test_valid_values_are_returned() -> None:
+def test_valid_values_and_defaults_are_returned() -> None:
     config = HuggingFaceConfig({"heads": 4, "eps": 1e-5, "tied": True, "nothing": None})
     assert (
         config.integer("heads"),
@@ -158,6 +158,7 @@ def test_invalid_flags_are_refused() -> None:
 def test_the_vocabulary_size_is_that_of_the_text_model(config: HuggingFaceConfig) -> None:
     assert config.vocabulary_size == 10, "the value belongs to the text model of a multimodal model"
     assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
+    assert HuggingFaceConfig({"vocab_size": 12, "text_config": {"a": 1}}).vocabulary_size == 12
     assert HuggingFaceConfig({}).vocabulary_size == 0
 
 

@@ -53,9 +53,9 @@ def test_a_speech_recognizer_understands_the_speech(
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    from demo_voice.measure import Recogniser, edit_distance, split_words
+    from demo_voice.measure import Recognizer, edit_distance, split_words
 
-    recognizer = Recogniser(with_grammar=True)
+    recognizer = Recognizer(with_grammar=True)
     errors = [
         edit_distance(split_words(text), recognizer(torch.from_numpy(speech.audio)))
         for text, speech in zip(TEXTS, speeches, strict=True)
@@ -65,16 +65,16 @@ def test_a_speech_recognizer_understands_the_speech(
 
 
 def test_speech_recognizers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speaks several spellings. The grammar of one recognizer has few sentences; the other has none."""
+    """Speaks several spellings. One recognizer is restricted to a grammar, the other recognizer is not."""
     pytest.importorskip("pocketsphinx", reason="the recognizer is not installed")
     import torch
 
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
-    from demo_voice.measure import Recogniser
+    from demo_voice.measure import Recognizer
 
     spellings = ["hello world", "Hello world.", "Hello world!", "Hello, world", "HELLO WORLD?"]
     speeches = llm.speak(spellings, use_tqdm=False)
-    for recognizer in (Recogniser(with_grammar=True), Recogniser(with_grammar=False)):
+    for recognizer in (Recognizer(with_grammar=True), Recognizer(with_grammar=False)):
         transcripts = [recognizer(torch.from_numpy(speech.audio)) for speech in speeches]
         assert transcripts == [["hello", "world"]] * len(spellings)
 

@@ -1,4 +1,4 @@
-"""Models on two ranks generate the text of one process, for every family of text models."""
+"""Models on two ranks compute the logits and text of one process, for all families that can be divided."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines import TextGenerationPipeline
 
 DEFAULT_FAMILIES = ("llama", "gpt2", "mixtral", "gemma2")
-"""Families of the default run: Llama, and families with fused and transposed weights (GPT-2), with experts
-(Mixtral), and with norms before and after each layer (Gemma 2)."""
-SHARDABLE_FAMILIES = [candidate for candidate in DECODERS if candidate.load_pipeline_model().is_divisible]
+"""Families that are tested by default: Llama, and families with fused and transposed weights (GPT-2), with
+experts (Mixtral), and with norms before and after each layer (Gemma 2)."""
+SHARDABLE_FAMILIES = [
+    candidate for candidate in DECODERS if candidate.load_pipeline_model().supports_tensor_parallelism
+]
 
 
-def family_params(*default: str) -> list[Any]:
-    """Return the families as parameters. Families that are not in ``default`` are marked as slow."""
+def family_params(*default_names: str) -> list[Any]:
+    """Return the families as parameters. Families that are not in ``default_names`` are marked as slow."""
     return [
-        pytest.param(
-            architecture, id=architecture.name, marks=() if architecture.name in default else pytest.mark.slow
-        )
-        for architecture in SHARDABLE_FAMILIES
+        pytest.param(family, id=family.name, marks=() if family.name in default_names else pytest.mark.slow)
+        for family in SHARDABLE_FAMILIES
     ]
 
 
@@ -51,7 +51,7 @@ def write_family_checkpoint(
 
 
 def run_batches(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[list[int]]]:
-    """Return the logits of a batch of two prompts, and the greedy text of two other prompts."""
+    """Return the logits of two prompts, and the greedy tokens of two other prompts, generated twice."""
     vocabulary = int(pipeline.model.huggingface_config.vocabulary_size)
     contexts = [make_context(random_tokens(count, vocabulary, seed=count)) for count in (11, 3)]
     logits = torch.cat(step_logits(pipeline, contexts))
@@ -67,7 +67,11 @@ def run_batches(pipeline: TextGenerationPipeline) -> tuple[torch.Tensor, list[li
 def compare_with_one_process(
     rank_pair: RankPair, checkpoint: Path, tolerance: float = 1e-4, **settings: Any
 ) -> None:
-    """Check that two ranks and one process have the same logits. In float32, also check the text."""
+    """Check that two ranks and one process have nearly the same logits, and in float32 the same text.
+
+    The logits differ by at most ``tolerance`` times their standard deviation, or ``tolerance`` if that is
+    larger.
+    """
     single_process_settings = {name: value for name, value in settings.items() if name != "expert_parallel"}
     pipeline = open_pipeline(checkpoint, **single_process_settings)
     logits, texts = run_batches(pipeline)

@@ -50,7 +50,7 @@ def assert_close(rank_pair: RankPair, checkpoint: Path, tolerance: float, **sett
 
 @pytest.fixture(scope="module")
 def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a Llama whose layers have several groups of 32 inputs."""
+    """Return a Llama whose linear layers have several quantization groups of 32 inputs."""
     return write_tiny_llm(
         tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=224, num_attention_heads=4
     )
@@ -66,16 +66,16 @@ def test_logits_in_other_encodings_are_close_to_one_process(
 
 
 @pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_WRITE needs Linux 5.14")
-def test_pages_of_each_layer_of_the_cache_are_allocated_while_idle(
+def test_the_preparation_while_idle_allocates_pages_of_each_layer_of_the_cache(
     rank_pair: RankPair, wide_checkpoint: Path
 ) -> None:
     with rank_pair.open(wide_checkpoint) as pipeline:
-        storage, ranges = pipeline.kv.storage, []
+        storage, populate_calls = pipeline.kv.storage, []
         announce = storage.on_populate
-        storage.on_populate = lambda *blocks: (ranges.append(blocks), announce(*blocks))
+        storage.on_populate = lambda *arguments: (populate_calls.append(arguments), announce(*arguments))
         while pipeline.prepare_next():
             pass
-        assert [layer for layer, *_ in ranges] == [0, 1]
+        assert [layer for layer, *_ in populate_calls] == [0, 1]
         logits = compute_logits(pipeline)
     assert torch.isfinite(logits).all()
 
@@ -120,7 +120,7 @@ def test_sampled_choices_and_drafts_equal_one_process(rank_pair: RankPair, tiny_
 
 
 def test_beams_equal_one_process(rank_pair: RankPair, tiny_checkpoint: Path) -> None:
-    """Beams fork contexts within a block, and every rank copies that block."""
+    """If a beam forks a context within a block, every rank copies the block."""
 
     def run(pipeline: Any) -> list[tuple[list[int], float]]:
         options = BeamOptions(num_beams=4, num_return_sequences=4)
@@ -132,7 +132,7 @@ def test_beams_equal_one_process(rank_pair: RankPair, tiny_checkpoint: Path) -> 
         assert run(sharded_pipeline) == expected
 
 
-def test_adapters_are_sharded_with_their_layers(rank_pair: RankPair, tmp_path: Path) -> None:
+def test_logits_with_adapters_are_close_to_one_process(rank_pair: RankPair, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config())
     adapters = [
         f"{name}={write_adapter(checkpoint, tmp_path / name, seed, r=3)}"

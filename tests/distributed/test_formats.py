@@ -1,4 +1,4 @@
-"""Quantized checkpoints on two ranks: logits, and shards read or split in the encoding of the file."""
+"""Quantized checkpoints on two ranks: logits, and shards that keep the encoding of the file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.weights import Weights
 
 @pytest.fixture(scope="module")
 def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a Llama whose layers have several groups of 32 inputs."""
+    """Return a Llama whose linear layers have several quantization groups of 32 inputs."""
     return write_tiny_llm(
         tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=224, num_attention_heads=4
     )
 
 
 def compare_with_one_process(rank_pair: RankPair, checkpoint: Path) -> None:
-    """Check that two ranks and one process have nearly the same logits, in the encodings of the file."""
+    """Check that the logits of two ranks are close to those of one process, in the encodings of the file."""
 
     def compute_logits(pipeline: Any) -> torch.Tensor:
         context = make_context(random_tokens(20, 250, seed=1))
@@ -46,14 +46,14 @@ def compare_with_one_process(rank_pair: RankPair, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["none", "inputs"])
-def test_logits_of_gptq_equal_one_process(
+def test_logits_of_gptq_are_close_to_one_process(
     rank_pair: RankPair,
     wide_checkpoint: Path,
     tmp_path: Path,
     order: InputOrder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Layers with reordered inputs cannot be sharded, so they are dequantized."""
+    """A layer with permuted inputs whose inputs are divided among ranks is dequantized."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     section["desc_act"] = order != "none"
     compare_with_one_process(
@@ -64,7 +64,7 @@ def test_logits_of_gptq_equal_one_process(
 
 
 @pytest.mark.parametrize("ggml_type", ["Q4_0", "Q8_0", pytest.param("Q5_1", marks=pytest.mark.slow)])
-def test_logits_of_gguf_equal_one_process(
+def test_logits_of_gguf_are_close_to_one_process(
     rank_pair: RankPair, wide_checkpoint: Path, tmp_path: Path, ggml_type: str
 ) -> None:
     compare_with_one_process(
@@ -89,7 +89,7 @@ def test_rows_of_a_gguf_tensor_can_be_read_separately(
 
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
-def test_inputs_are_split_between_groups(encoding: str) -> None:
+def test_inputs_can_be_split_only_between_groups(encoding: str) -> None:
     linear_encoding = ENCODINGS[encoding]
     weight = torch.randn(6, 320)
     tensors = linear_encoding.pack(weight)

@@ -8,14 +8,14 @@ from penstock.distributed import Part, Shard
 from penstock.errors import ConfigError
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(("size", "unit"), [(88, 1), (88, 8), (97, 4), (11008, 128), (40, 5)])
-def test_parts_cover_the_dimension_and_split_no_unit(world: int, size: int, unit: int) -> None:
-    parts = Shard(0, world).parts(size, "inputs", unit)
+def test_parts_cover_the_dimension_and_split_no_unit(world_size: int, size: int, unit: int) -> None:
+    parts = Shard(0, world_size).parts(size, "inputs", unit)
     assert [index for part in parts for index in range(part.start, part.stop)] == list(range(size))
     assert all(part.start % unit == 0 for part in parts)
-    sizes = [-(-part.size // unit) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
+    unit_counts = [-(-part.size // unit) for part in parts]
+    assert max(unit_counts) - min(unit_counts) <= 1
     assert parts[0].size == min(part.size for part in parts[:-1] or parts)
 
 
@@ -25,18 +25,18 @@ def test_the_error_for_too_few_units_states_the_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads"), [(2, 6, 2), (2, 9, 3), (3, 9, 3), (4, 8, 2), (2, 4, 1), (4, 12, 2)]
+    ("world_size", "heads", "kv_heads"), [(2, 6, 2), (2, 9, 3), (3, 9, 3), (4, 8, 2), (2, 4, 1), (4, 12, 2)]
 )
-def test_each_query_head_is_on_the_rank_of_its_kv_head(world: int, heads: int, kv_heads: int) -> None:
-    parts = Shard(0, world).attention_parts(heads, kv_heads)
+def test_each_query_head_is_on_the_rank_of_its_kv_head(world_size: int, heads: int, kv_heads: int) -> None:
+    parts = Shard(0, world_size).attention_parts(heads, kv_heads)
     assert [h for part in parts for h in range(part.heads.start, part.heads.stop)] == list(range(heads))
     for rank, part in enumerate(parts):
-        group = part.heads.size // part.kv_heads.size
+        queries_per_kv_head = part.heads.size // part.kv_heads.size
         for local_index in range(part.heads.size):
             kv_head = (part.heads.start + local_index) // (heads // kv_heads)
-            assert part.kv_heads.start + local_index // group == kv_head
-        assert part.kv_heads.size == Shard(rank, world).num_kv_heads(kv_heads)
-        assert part.kv_heads.size <= Shard(0, world).max_kv_heads(kv_heads)
+            assert part.kv_heads.start + local_index // queries_per_kv_head == kv_head
+        assert part.kv_heads.size == Shard(rank, world_size).num_kv_heads(kv_heads)
+        assert part.kv_heads.size <= Shard(0, world_size).max_kv_heads(kv_heads)
 
 
 def test_the_error_for_indivisible_heads_states_the_numbers() -> None:

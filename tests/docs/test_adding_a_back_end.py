@@ -1,4 +1,4 @@
-"""docs/adding-a-back-end.md: its files are written, its check runs, and errors in them are detected."""
+"""docs/adding-a-back-end.md: the page's check passes with the page's files and fails with faulty files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md: its files are written, its checks run, and errors in them are detected."""
+"""docs/adding-a-model.md: the page's checks pass with the page's files and fail with faulty files."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.codecs import FOLDER
+from support.codecs import CODEC_REFERENCES
 from support.documents import (
     FENCE,
     PAGES,
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pages")
     write_adapter(path / "adapters" / "tone")
     write_tiny_embedder(path / "all-MiniLM-L6-v2", settings={"prompts": {"query": "query: "}})
-    write_tiny_speech(path / "neutts-nano", codec=str(FOLDER / "neucodec"))
+    write_tiny_speech(path / "neutts-nano", codec=str(CODEC_REFERENCES / "neucodec"))
     write_tiny_embedder(path / "ms-marco-MiniLM-L6-v2", labels=1)
     (path / "llava-1.5-7b-hf").mkdir()
     write_llava(path / "llava-1.5-7b-hf")
@@ -139,7 +139,7 @@ def run_block(block: Block, code: str) -> dict[str, object]:
 def test_curl_commands_succeed(block: Block, line: str, request: pytest.FixtureRequest) -> None:
     serves_embedder = f"penstock serve {EMBEDDER_PATH}" in block.code
     url: str = request.getfixturevalue("embedder_url" if serves_embedder else "url")
-    method, path, body = parse_curl(line)
+    method, path, body = parse_curl(line.replace('"mine"', '"demo"'))  # the server here serves demo
     response = httpx.request(method, url + path, json=body, timeout=60)
     assert response.status_code == 200, response.text
 

@@ -101,7 +101,7 @@ FEATURES = {
     "beams": Feature(),
 }
 BEAM_OPTIONS = {"n": {"num_return_sequences": 2}, "logprobs": {}}
-"""Feature -> the arguments of `LLM.beam_search` that select it; empty if beam search always has it."""
+"""Feature -> the arguments of `LLM.beam_search` that select it; empty if each beam search has the feature."""
 FEATURE_PAIRS = [*combinations(FEATURES, 2)]
 
 

@@ -43,7 +43,7 @@ def build_site(docs: Path, site_dir: Path, **settings: object) -> None:
 
 
 def public_names(module_name: str) -> set[str]:
-    """Return the public names of a module: those of ``__all__``, otherwise those that it defines."""
+    """Return the names in a module's ``__all__``, or the public names that a module without it defines."""
     module = import_module(module_name)
     own_names = [
         name

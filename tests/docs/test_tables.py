@@ -38,10 +38,10 @@ def test_a_supported_keyword_is_accepted(keyword: str) -> None:
     check_json_schema(schema)
 
 
-@pytest.mark.parametrize("keyword", TOOL["LIMITS"])
+@pytest.mark.parametrize("keyword", TOOL["KEYWORD_LIMITS"])
 def test_a_keyword_beyond_its_limit_is_refused(keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError) as caught:
-        check_json_schema(TOOL["LIMITS"][keyword][1])
+        check_json_schema(TOOL["KEYWORD_LIMITS"][keyword][1])
     assert caught.value.keyword == keyword
 
 

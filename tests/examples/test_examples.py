@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.codecs import FOLDER
+from support.codecs import CODEC_REFERENCES
 from support.documents import EXAMPLES, ROOT, running_server
 from support.tiny_embedder import write_tiny_embedder
 from support.tiny_speech import write_tiny_speech
@@ -121,7 +121,7 @@ def test_speculation_accepts_drafts(capsys: pytest.CaptureFixture[str]) -> None:
 def test_speech_writes_an_audio_file_and_prints_times(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_tiny_speech(tmp_path / "model", codec=str(FOLDER / "neucodec"))
+    model = write_tiny_speech(tmp_path / "model", codec=str(CODEC_REFERENCES / "neucodec"))
     output = tmp_path / "a.wav"
     monkeypatch.setattr(sys, "argv", ["speech.py", str(model), "Hello.", "--output", str(output)])
     first_line, last_line = run_in_process("speech", capsys).splitlines()

@@ -9,7 +9,7 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
-def test_the_example_prints_its_text() -> None:
+def test_the_example_prints_continuations_and_has_fewer_than_150_lines() -> None:
     result = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("The river runs to the mill")
     assert "The wheel turns the" in result.stdout

@@ -235,7 +235,7 @@ def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pyt
             grammars.ready(make_grammar_context("regex", "slow 1"))  # the refusal is cached
         assert not grammars.ready(other_context), "no thread is free"
         # The grammar waits for a thread up to the time limit.
-        with pytest.raises(UnavailableError, match="4 other grammars"):
+        with pytest.raises(UnavailableError, match="4 compilation threads"):
             wait_until_ready(grammars, other_context)
         assert not grammars.ready(other_context)
         # The compiled grammar is still cached.

@@ -1,4 +1,4 @@
-"""The joined bytes of tokens equal the text, for every kind of tokenizer except WordPiece."""
+"""The joined bytes of tokens equal the text, except with WordPiece, which is refused."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_a_failed_load_releases_its_prefaulted_memory(
 def test_the_estimated_packed_size_is_close_to_the_actual_size(
     tmp_path: Path, encoding: str, has_tied_embeddings: bool
 ) -> None:
-    """The layer sizes are those of models that are large enough to be prefaulted."""
+    """The layers are larger than those of the tiny model, so that padding is a small part of their size."""
     model_config = make_tiny_config("llama") | {
         "hidden_size": 256,
         "num_attention_heads": 4,

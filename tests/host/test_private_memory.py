@@ -1,4 +1,4 @@
-"""The limit on private memory: mapped files do not count, `is_exceeded` recognizes errors at the limit."""
+"""The limit on private memory: mapped files do not count. `is_exceeded` recognizes errors at the limit."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ def test_loading_progress_is_shown_on_a_terminal_if_the_weights_are_large(
     assert capsys.readouterr().out == ""
 
 
-def test_a_load_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_advances_the_bar_by_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
-    monkeypatch.setattr(progress, "_MIN_LOAD", 0)
+    monkeypatch.setattr(progress, "_MIN_LOAD_BYTES", 0)
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     sizes: list[int] = []

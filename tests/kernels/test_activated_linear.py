@@ -1,4 +1,4 @@
-"""Fused linear layers with an activation, and means of sequences, on every back end except the reference."""
+"""`activated_linear` and `sequence_means` on every back end except the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 @pytest.mark.parametrize("encoding", COMPARED_ENCODINGS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 96)])
-def test_the_fused_operation_is_bit_equal_to_separate_operations(
+def test_activated_linear_is_bit_equal_to_linear_and_activation(
     ops: Ops, encoding: str, outputs: int, inputs: int
 ) -> None:
     packed_weight = ops.pack_linear(
@@ -55,10 +55,10 @@ def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> No
         False,
         False,
     ]
-    result_of_other_slice = ops.activated_linear(
+    result_with_other_slice = ops.activated_linear(
         x, packed_weight, "gelu", lora=LoRAInputs(lora.rows, {"down": (down, up)})
     )
-    assert torch.equal(result_of_other_slice, plain_result)
+    assert torch.equal(result_with_other_slice, plain_result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -79,7 +79,7 @@ class FakeGraphs(GraphCompiler):
 
 BACKEND = Backend(
     name="fake",
-    sizes={"cpu": DefaultSizes(max_batch_size=3, step_tokens=77, block_size=64)},
+    default_sizes={"cpu": DefaultSizes(max_batch_size=3, step_tokens=77, block_size=64)},
     load=FakeOps,
     variants=lambda: [FakeOps()],
     priority=100,
@@ -136,7 +136,7 @@ def test_a_fake_back_end_runs_a_model_eagerly_and_with_replayed_steps(
     assert counts["captures"] == 1
 
 
-def test_the_kernels_setting_selects_a_back_end(checkpoint: Path) -> None:
+def test_the_setting_kernels_selects_a_back_end(checkpoint: Path) -> None:
     assert InferenceSession([CPU()]).backend is BACKENDS.open("cpu")[0]
     assert open_pipeline(checkpoint, kernels="reference").session.kernels == "reference"
     session = InferenceSession([CPU()], kernels="reference")
@@ -145,7 +145,7 @@ def test_the_kernels_setting_selects_a_back_end(checkpoint: Path) -> None:
     assert session.graph_status == "eager: the reference kernels cannot compile steps"
 
 
-def test_a_back_end_that_the_device_type_does_not_have_is_refused() -> None:
+def test_a_back_end_that_does_not_support_the_device_type_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no kernels 'tpu' for cpu devices: use one of cpu, reference$"):
         _ = InferenceSession([CPU()], kernels="tpu").ops
     with pytest.raises(ConfigError, match=r"no kernels 'cpu' for gpu devices: use one of cuda, reference$"):
@@ -170,7 +170,7 @@ def test_a_back_end_that_cannot_run_is_skipped_by_default_and_refused_by_name() 
 
 
 def test_default_sizes_depend_on_the_device_type() -> None:
-    sizes = {kind: BACKENDS.default_sizes(kind) for kind in ("cpu", "gpu")}
+    sizes = {device_type: BACKENDS.default_sizes(device_type) for device_type in ("cpu", "gpu")}
     assert [
         (defaults.max_batch_size, defaults.step_tokens, defaults.block_size) for defaults in sizes.values()
     ] == [

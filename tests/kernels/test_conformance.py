@@ -1,4 +1,4 @@
-"""Every back end against the reference. The comparison must detect deliberately wrong inputs."""
+"""Every back end agrees with the reference. The comparison must detect deliberately wrong inputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def are_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def assert_same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> None:
-    """Check that an operation gives the results of the reference."""
+    """Check that an operation of a back end agrees with the operation of the reference."""
     results, expected = operation(ops), operation(REFERENCE)
     if isinstance(results, Tensor):
         results, expected = (results,), (expected,)
@@ -186,8 +186,8 @@ def test_rotary_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, dim: int
         )
 
 
-def test_interleaved_rotary_equals_the_other_layout_reordered(ops: Ops) -> None:
-    """Rotating adjacent pairs equals reordering the dimensions and rotating their halves."""
+def test_interleaved_rotary_equals_half_split_rotary_of_reordered_dimensions(ops: Ops) -> None:
+    """Rotating the pairs (2 i, 2 i + 1) equals rotating the pairs (i, i + R / 2) of reordered dimensions."""
     q, k, _ = fused_qkv(9, 4, 2, 40, torch.float32)
     angles = torch.rand(9, 12) * 6
     order = torch.cat([torch.arange(24).view(2, 12).T.flatten(), torch.arange(24, 40)])
@@ -388,7 +388,7 @@ def layer_with_adapters(
 ) -> tuple[PackedLinear, LoRAInputs]:
     """Return a fused linear layer with adapters on all slices but the middle one.
 
-    Values beyond a rank are NaN.
+    Values of the matrices beyond the rank of an adapter are NaN.
     """
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
@@ -440,7 +440,7 @@ def test_linear_with_adapters_agrees_with_the_reference(
         assert has_different_ranks or (rows < 0).all() or not are_close(actual, plain_result)
 
 
-def test_adapter_matrices_in_another_layout_are_read(ops: Ops) -> None:
+def test_adapter_matrices_in_another_layout_or_type_are_read(ops: Ops) -> None:
     packed_weight, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     contiguous_matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
@@ -453,7 +453,7 @@ def test_adapter_matrices_in_another_layout_are_read(ops: Ops) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapter_sums_of_a_row_are_bit_equal_in_any_batch(ops: Ops, dtype: torch.dtype) -> None:
-    """The base layer is zero, so the results show the sums of the adapters. They depend only on the row."""
+    """The weight of the layer is zero, so that the results are the products of the adapters alone."""
     rows = torch.randint(-1, 4, (60,))
     packed_weight, lora = layer_with_adapters(ops, rows, 12, 40, dtype, has_different_ranks=True)
     zero_layer = ops.pack_linear(torch.zeros(69, 40), packed_weight.encoding, slices=packed_weight.slices)
@@ -501,7 +501,7 @@ def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
     assert lora.take(torch.tensor(row_indices)).rows.tolist() == [rows[row] for row in row_indices]
 
 
-# ---- the paged cache ----
+# ---- the paged KV cache ----
 
 
 def fused_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -532,15 +532,15 @@ def ragged_batch(
 ) -> Batch:
     rows = torch.tensor([n for n, _ in rows_and_lengths])
     lengths = torch.tensor([length for _, length in rows_and_lengths])
-    counts = [-(-length // block_size) for length in lengths.tolist()]
-    ids = (torch.randperm(sum(counts)) + 1).tolist()
+    block_counts = [-(-length // block_size) for length in lengths.tolist()]
+    ids = (torch.randperm(sum(block_counts)) + 1).tolist()
     cache = torch.full((2, len(ids) + 1, kv_heads, block_size, dim), torch.nan)
     cache[:, 0] = 0
-    tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     slots = []
     for b, (n, length) in enumerate(rows_and_lengths):
         num_freed = 0 if window is None else max(0, length - n - window + 1) // block_size
-        for column in range(num_freed, counts[b]):  # blocks before the window are the null block
+        for column in range(num_freed, block_counts[b]):  # blocks before the window are the null block
             tables[b, column] = block = ids.pop()
             num_filled = min(block_size, length - column * block_size)
             cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
@@ -638,14 +638,11 @@ def test_attention_over_a_cache_of_another_type_agrees(
     assert_same(lambda ops: attend(ops, q, batch), ops)
 
 
-# ---- an int8 cache ----
+# ---- quantized KV caches ----
 
 
 def to_int8_cache(batch: Batch) -> Batch:
-    """Return the batch with its keys and values in an int8 cache.
-
-    Scales of unused slots are NaN.
-    """
+    """Return the batch with its keys and values in an int8 KV cache. Scales of unused slots are NaN."""
     keys_and_values = batch.kv.cache.float()
     scales = keys_and_values.abs().amax(-1).clamp_min(1e-12) / 127
     cache = (keys_and_values / scales[..., None]).nan_to_num(127).round().to(torch.int8)
@@ -713,7 +710,7 @@ def test_attention_over_an_fp8_cache_agrees(
 def test_non_finite_queries_keys_and_values_propagate_with_an_int8_cache(
     ops: Ops, dtype: torch.dtype
 ) -> None:
-    """The codes of an int8 cache cannot be NaN, so the scale of the key or value is NaN."""
+    """Numbers of an int8 KV cache cannot be NaN, so the scale of a non-finite key or value is NaN."""
     batch = to_int8_cache(ragged_batch([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
     q, k, v = fused_qkv(3, 4, 2, 64, dtype)
     for non_finite in (torch.nan, torch.inf):
@@ -885,7 +882,7 @@ def test_rows_that_cannot_be_sampled_get_token_minus_one(
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rules)
     mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
-    mask[1:3, 0] = 1  # a non-finite logit counts even if the mask excludes its token
+    mask[1:3, 0] = 1  # a non-finite logit block_counts even if the mask excludes its token
     mask[1, (vocabulary - 1) // 32] &= 1
     mask[6] = 0
     for allowed_mask, invalid_rows in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):

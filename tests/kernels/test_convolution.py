@@ -1,4 +1,4 @@
-"""Operations of audio codecs: every back end against torch or the definition of the operation."""
+"""Operations of audio codecs: every back end agrees with torch, or with the definition of the operation."""
 
 from __future__ import annotations
 

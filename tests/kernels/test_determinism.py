@@ -1,4 +1,5 @@
-"""Deterministic back ends: a row is bit-equal in any batch, at any position, with any number of threads."""
+"""Deterministic back ends: the result of a row has the same bits in any batch, at any position, and with any
+number of threads."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ ROWS = 150
 """More rows than any kernel computes at once."""
 
 FEW_EXAMPLES = settings(max_examples=num_examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
-"""Settings without shrinking. The examples are small, and tests that expect a failure run faster."""
+"""Settings without shrinking, so that the test that expects failures runs faster."""
 
 RowOperation = Callable[[Ops, Tensor], tuple[Tensor, ...]]
 """Applies an operation to the rows with the given indices ``[R]``. Each result has R rows."""
@@ -69,7 +70,7 @@ def are_same_bits(actual: Tensor, expected: Tensor) -> bool:
 def packed_linear(
     outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool = False
 ) -> Callable[[Ops], PackedLinear]:
-    """Return a function that packs one layer with a back end, once for each back end."""
+    """Return a function that packs a layer with a back end and caches the result per back end."""
     weight = torch.randn(outputs, inputs) / inputs**0.5
     slices = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
     name = str(dtype).removeprefix("torch.")
@@ -236,6 +237,12 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "attention": {},  # see `check_attention_rows_are_independent`
     "encoder_attention": {},  # test_encoder_attention.py compares whole sequences
     "sequence_means": {},  # test_activated_linear.py compares whole sequences
+    "short_convolution": {},  # test_recurrent.py compares this and the next operation by sequence
+    "gated_delta_rule": {},
+    "apply_gate": {
+        "": row_case(lambda ops, x, y: ops.apply_gate(x, y, "silu"), (3, 50), (3, 50)),
+        "sigmoid": row_case(lambda ops, x, y: ops.apply_gate(x, y, "sigmoid"), (3, 50), (3, 50)),
+    },
     "gated_activation": {
         name: row_case(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -279,7 +286,7 @@ def test_the_cases_name_every_operation() -> None:
 
 
 def check_rows_are_independent(ops: Ops, run: RowOperation) -> None:
-    """Compare random batches of random rows with the whole batch, bit by bit."""
+    """Check that the results of random rows in random batches have the bits of the results of all rows."""
     all_rows = torch.arange(ROWS)
     full_result = run(ops, all_rows)
 
@@ -330,24 +337,26 @@ def random_sequence(length: int, heads: int, kv_heads: int, dim: int, dtype: tor
 def attend(
     ops: Ops, sequences: Sequence[tuple[TokenSequence, int, int]], block_size: int, **options: object
 ) -> list[Tensor]:
-    """Return the attention of the rows start:end of each sequence; earlier tokens are in the cache.
+    """Return the attention of the rows start:end of each sequence. The KV cache has all tokens up to ``end``.
 
-    The blocks are in random order. Keys that are not computed yet are NaN.
+    The blocks are in random order. Slots after the last token of a sequence are NaN.
     """
     window = options.pop("window", None)
-    counts = [-(-end // block_size) for _, _, end in sequences]
-    ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
+    block_counts = [-(-end // block_size) for _, _, end in sequences]
+    ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
     kv_heads, dim = sequences[0][0].keys_and_values.shape[1], sequences[0][0].keys_and_values.shape[3]
     cache = torch.full(
-        (2, sum(counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=sequences[0][0].q.dtype
+        (2, sum(block_counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=sequences[0][0].q.dtype
     )
-    tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
+    tables = torch.zeros(len(sequences), max(block_counts), dtype=torch.int32)
     for b, (sequence, _, end) in enumerate(sequences):
         keys_so_far = F.pad(
-            sequence.keys_and_values[:, :, :end], (0, 0, 0, counts[b] * block_size - end), value=torch.nan
+            sequence.keys_and_values[:, :, :end],
+            (0, 0, 0, block_counts[b] * block_size - end),
+            value=torch.nan,
         )
-        cache[:, ids[b].long()] = keys_so_far.unflatten(2, (counts[b], block_size)).transpose(1, 2)
-        tables[b, : counts[b]] = ids[b]
+        cache[:, ids[b].long()] = keys_so_far.unflatten(2, (block_counts[b], block_size)).transpose(1, 2)
+        tables[b, : block_counts[b]] = ids[b]
     rows = [end - start for _, start, end in sequences]
     offsets = torch.tensor([0, *rows]).cumsum(0).int()
     lengths = torch.tensor([end for _, _, end in sequences]).int()
@@ -363,32 +372,32 @@ LENGTH = 1150
 def check_attention_rows_are_independent(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int], **options: object
 ) -> None:
-    """Compare the attention of a sequence in random chunks and batches with the whole, bit by bit."""
+    """Check that the attention of a sequence has the same bits in random chunks and batches as whole."""
     torch.manual_seed(0)
-    # The reference is slow, and its sums depend on the block size, so one block size is compared.
+    # The reference is slow, so the sequence is short. Its bits depend on the block size, so only one is used.
     is_reference = ops.implementations()["attention"] == "reference"
-    length, sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
+    length, block_sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
     sequence, other_sequence = random_sequence(length, *shape, dtype), random_sequence(length, *shape, dtype)
     (full_result,) = attend(ops, [(sequence, 0, length)], 32, **options)
 
     @FEW_EXAMPLES
     @given(
         boundaries=st.sets(st.integers(1, length - 1), max_size=3),
-        starts_of_others=st.lists(st.tuples(st.integers(0, length - 1), st.integers(1, 90)), max_size=3),
+        other_starts_and_rows=st.lists(st.tuples(st.integers(0, length - 1), st.integers(1, 90)), max_size=3),
         position=st.integers(0, 3),
-        block_size=st.sampled_from(sizes),
+        block_size=st.sampled_from(block_sizes),
         num_threads=st.sampled_from([1, 2]),
     )
     def check(
         boundaries: set[int],
-        starts_of_others: list[tuple[int, int]],
+        other_starts_and_rows: list[tuple[int, int]],
         position: int,
         block_size: int,
         num_threads: int,
     ) -> None:
         torch.set_num_threads(num_threads)
         other_ranges = [
-            (other_sequence, start, min(start + rows, length)) for start, rows in starts_of_others
+            (other_sequence, start, min(start + rows, length)) for start, rows in other_starts_and_rows
         ]
         for start, end in pairwise([0, *sorted(boundaries), length]):
             batch = [*other_ranges[:position], (sequence, start, end), *other_ranges[position:]]

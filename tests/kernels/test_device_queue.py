@@ -1,4 +1,4 @@
-"""Uploads to a device."""
+"""`upload`, `uploaded_together` and `UploadBatch`, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_batch_copies_arrays_of_several_types_to_aligned_memory() -> None:
     arrays = [np.array([5, -7], np.int64), table, np.array([True]), np.zeros((2, 0)), np.array([0.25])]
     batch = UploadBatch(CPU, 200, is_pinned=False)
     tensors = [batch.add(array) for array in arrays]
-    assert tensors[3] is None, "an empty array needs no space"
+    assert tensors[3] is None, "an empty array must not be added"
     batch.copy()
     for tensor, array in zip(tensors, arrays, strict=True):
         if tensor is not None:
@@ -25,7 +25,7 @@ def test_a_batch_copies_arrays_of_several_types_to_aligned_memory() -> None:
             assert np.array_equal(tensor.numpy(), array)
 
 
-def test_an_array_beyond_the_capacity_is_refused_and_a_smaller_one_fits() -> None:
+def test_an_array_beyond_the_capacity_is_not_added_and_a_smaller_array_is() -> None:
     batch = UploadBatch(CPU, 64, is_pinned=False)
     five_values = batch.add(np.arange(5))
     assert batch.add(np.arange(3)) is None

@@ -1,4 +1,4 @@
-"""Attention of encoders: every back end against the reference, and the reference against plain torch."""
+"""Attention of encoders: every back end agrees with the reference, and the reference with plain torch."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_window_and_bias_of_the_reference_match_their_definition(heads: int, dim
             torch.testing.assert_close(actual[query, head], scores.softmax(0) @ v[list(visible_keys), head])
 
 
-def test_a_given_block_list_gives_the_same_result(ops: Ops) -> None:
+def test_given_sequence_blocks_do_not_change_the_result(ops: Ops) -> None:
     q, k, v, offsets = random_batch([5, 70], 2, 2, 16, torch.float32)
     result = ops.encoder_attention(q, k, v, offsets, scale=1.0)
     blocks = ops.sequence_blocks(offsets)

@@ -1,4 +1,4 @@
-"""Each file of a folder is an encoding, its record is correct, and no other file names the encoding."""
+"""Each file of the folder defines an encoding, whose record is correct. No other file names the encoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENCODING = HalvedEncoding({name!r})
 
 def test_each_file_is_an_encoding(tmp_path: Path) -> None:
     (tmp_path / "third.py").write_text(ENCODING_FILE.format(name="third"))
-    (tmp_path / "_shared.py").write_text("raise RuntimeError('not an encoding')")
+    (tmp_path / "_shared.py").write_text("raise RuntimeError('must not be imported')")
     registry = EncodingRegistry([tmp_path])
     assert set(registry) == {*ENCODINGS, "third"}
     assert "third" in registry.names
@@ -57,7 +57,7 @@ def test_an_added_encoding_exists_only_within_the_with_block() -> None:
         encoding_named("halved")
 
 
-def test_records_load_no_torch() -> None:
+def test_importing_the_records_does_not_import_torch() -> None:
     code = (
         "import sys; from penstock.kernels import ENCODINGS; "
         "assert list(ENCODINGS); assert 'torch' not in sys.modules"
@@ -96,8 +96,8 @@ class TestEveryEncoding:
         weight, x = torch.randn(70, 96), torch.randn(3, 96).to(encoding.compute_dtype.to_torch())
         tensors = encoding.pack(weight)
         error = (encoding.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
-        # Bits of mantissa and sign: 4 in 8-bit floats, 2 in 4-bit floats. The values of nf4 have similar
-        # distances to those of 4-bit floats.
+        # Bits of mantissa and sign: 4 in 8-bit floats, 2 in 4-bit floats. The distances between values of nf4
+        # are similar to those of 4-bit floats.
         effective_bits = {"fp8": 4, "mxfp4": 2, "nvfp4": 2, "nf4": 2, "fp4": 2}.get(
             encoding.name, min(encoding.bits - 1, 7)
         )
@@ -125,7 +125,7 @@ class TestEveryEncoding:
 MAY_NAME_ENCODINGS = (
     "kernels/encodings/",
     "weights/formats/",  # a format returns the encoding that it reads
-    "kernels/cpu/packing.py",  # maps encodings to the numbers of the C++ kernels
+    "kernels/cpu/packing.py",  # maps encodings to their codes in the C++ kernels
     "codecs/",  # a codec states the encodings of its layers
 )
 ELEMENT_TYPES = {"float32", "bfloat16", "float16", "fp8", "int8", "uint8"}

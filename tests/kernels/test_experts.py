@@ -1,4 +1,4 @@
-"""Experts and their router: the reference against numpy, row by row; every back end against the reference."""
+"""Experts and routers: the reference agrees with numpy, and every back end agrees with the reference."""
 
 from __future__ import annotations
 
@@ -145,16 +145,16 @@ def test_experts_equal_the_weighted_sum_computed_by_numpy(
 
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
-def test_assignments_are_grouped_by_expert(rows: list[list[int]], top: int, max_assignments: int) -> None:
+def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top: int, max_pairs: int) -> None:
     topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
     visited_rows: list[tuple[int, int]] = []
-    for assignments, sizes in grouped_by_expert(topk_ids, 5, max_assignments):
-        assert 1 <= len(assignments) == sum(sizes.values()) <= max_assignments
-        used_experts = [expert for expert, size in sizes.items() for _ in range(size)]
-        assert topk_ids.flatten()[assignments].tolist() == used_experts
-        visited_rows += zip(used_experts, assignments.tolist(), strict=True)
+    for pairs, pair_counts in grouped_by_expert(topk_ids, 5, max_pairs):
+        assert 1 <= len(pairs) == sum(pair_counts.values()) <= max_pairs
+        used_experts = [expert for expert, size in pair_counts.items() for _ in range(size)]
+        assert topk_ids.flatten()[pairs].tolist() == used_experts
+        visited_rows += zip(used_experts, pairs.tolist(), strict=True)
     assert visited_rows == sorted(visited_rows)
-    assert sorted(assignment for _, assignment in visited_rows) == list(range(topk_ids.numel()))
+    assert sorted(pair for _, pair in visited_rows) == list(range(topk_ids.numel()))
 
 
 # ---- every back end ----
@@ -204,7 +204,7 @@ def test_the_comparison_detects_a_mutation(ops: Ops, dtype: torch.dtype, mutatio
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference in multiples of the tolerance."""
+    """Return the largest absolute difference, as a multiple of the tolerance."""
     return float((actual.float() - expected.float()).abs().max()) / (
         TOLERANCE[expected.dtype] * max(1.0, float(expected.abs().max()))
     )
@@ -263,7 +263,7 @@ def test_the_route_of_a_row_is_equal_in_any_batch(
 
 
 def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic_ops: Ops) -> None:
-    """The batch has more rows than an expert computes at once."""
+    """The batch has more rows than `ReferenceOps.experts` computes at once."""
     rows = 2 * MAX_EXPERT_ROWS + 5
     x, experts = (
         torch.randn(rows, HIDDEN),
@@ -284,10 +284,10 @@ def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic_
 
 
 def random_adapters(rows: Tensor, names: list[str]) -> LoRAInputs:
-    sizes = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
+    features = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
     matrices = {}
     for name in names:
-        inputs, outputs = sizes[name.partition(".")[2]]
+        inputs, outputs = features[name.partition(".")[2]]
         matrices[name] = (torch.randn(2, 3, inputs) / 4, (torch.randn(2, 3, outputs) / 2).transpose(1, 2))
     return LoRAInputs(rows, matrices)
 

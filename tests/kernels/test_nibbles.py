@@ -1,4 +1,4 @@
-"""Weights stored as two 4-bit numbers per byte, and their unpacking."""
+"""The layout `NIBBLES`: packing two 4-bit weights per byte, and unpacking them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_packing_to_nibbles_is_lossless(encoding_name: str, inputs: int) -> None
         assert unpacked[key].dtype == tensor.dtype
 
 
-def test_an_input_has_the_documented_nibble() -> None:
+def test_inputs_are_in_the_documented_nibbles() -> None:
     encoding = encoding_named("int4")
     weight = torch.zeros(1, 128, dtype=torch.int8)
     weight[0, 64 + 32 + 5], weight[0, 7] = -8, 7

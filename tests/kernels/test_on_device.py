@@ -1,4 +1,4 @@
-"""The wrapper with which tests of back ends use a device, here with copies on the CPU."""
+"""``support.on_device``, which runs the operations of a back end on a device; here the device is the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.kernels.reference import ReferenceOps
 
 
 class RecordingOps(ReferenceOps):
-    """Records the addresses of the rows that `rms_norm` is called with."""
+    """Records the address of the argument ``x`` of each call of `rms_norm`."""
 
     def __init__(self) -> None:
         self.addresses: list[int] = []
@@ -29,7 +29,7 @@ def test_operations_receive_copies_and_return_cpu_tensors() -> None:
     assert x.data_ptr() not in ops.addresses
 
 
-def test_the_cache_is_written_back() -> None:
+def test_writes_to_the_kv_cache_are_copied_back() -> None:
     kv = LayerKV(
         torch.zeros(2, 2, 1, 4, 8, dtype=torch.int8),
         torch.zeros(1, 1, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""The table of operations, and the recorder and the C declarations that use it."""
+"""The table of operations, the recorder, and the declarations of C functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in panels: the position of each number, and unpacking."""
+"""Weights in panels: the documented position of each number, and the way back to rows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int
 def check_weight_in_unit(
     units: Tensor, rows: dict[str, Tensor], encoding: str, column: int, weight_index: tuple[int, int]
 ) -> None:
-    """Compare a code, its scale, its minimum and its factors with their positions in the units of a panel."""
+    """Check the positions of a code, its scale, its minimum and its factors in the units of a panel."""
     (n, k), bits = weight_index, encoding_named(encoding).bits
     has_factors, size = "factors" in rows, encoding_named(encoding).group_size or 0
     inputs = 256 if has_factors else max(size, 32)
@@ -168,11 +168,11 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
 @given(outputs=SIZES, inputs=SIZES)
 def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
     panels = panel_layout(encoding).to_panels(random_rows(encoding, outputs, inputs))
-    size = PANEL * -(-outputs // PANEL), {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
-    padded_size = size[0], -(-inputs // size[1]) * size[1]
+    multiple = {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
+    padded_outputs, padded_inputs = PANEL * -(-outputs // PANEL), -(-inputs // multiple) * multiple
     if "scales" in panels:  # padded outputs have no scales
-        panels["scales"] = torch.ones(size[0])
-    weight = panel_layout(encoding).from_panels(panels, *padded_size)["weight"]
+        panels["scales"] = torch.ones(padded_outputs)
+    weight = panel_layout(encoding).from_panels(panels, padded_outputs, padded_inputs)["weight"]
     assert not weight[outputs:].any()
     assert not weight[:, inputs:].any()
 

@@ -1,4 +1,4 @@
-"""Weights in 8, 5 and 4 bits: the definition, compared with arithmetic on single numbers."""
+"""int8, int5 and int4: the definition of quantization and products, compared with scalar arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def test_the_scale_of_a_row_is_set_by_its_largest_value() -> None:
+def test_the_scale_of_a_row_is_its_largest_magnitude_divided_by_127() -> None:
     x = torch.tensor([[0.5, -127.0, 63.5, 62.5], [0.0, 0.0, 0.0, 0.0], [1e-31, 0.0, 0.0, -1e-32]])
     integers, scales = quantize(x)
     # halves are rounded to the even integer
@@ -37,9 +37,9 @@ def test_the_largest_floats_are_quantized() -> None:
     torch.testing.assert_close(scales, torch.tensor([3.4e38 / 127]))
 
 
-def test_outliers_use_additional_bytes() -> None:
+def test_outliers_use_extra_bytes() -> None:
     x = torch.full((4, 64), 1.0)
-    x[0, 3] = -8.0  # two additional bytes are available, so the largest value can be 3 * 127
+    x[0, 3] = -8.0  # two extra bytes are available, so the largest value can be 3 * 127
     x[1, 3] = -3.0
     x[2, :2], x[3, :3] = 2.0, 2.0
     integers, scales = quantize_activations(x)
@@ -71,7 +71,7 @@ def test_outliers_of_random_activations_fit_into_the_extra_bytes(
 
     assert num_extras(integers) <= max_extras
     largest_error = float((x - integers * scales[:, None]).abs().max())
-    assert largest_error <= float(scales) * 0.5001 + 1e-30  # a smaller row is rounded to 0
+    assert largest_error <= float(scales) * 0.5001 + 1e-30  # a row of magnitudes below 1e-30 becomes 0
     assert 1 <= float(plain_scales) / max(float(scales), 1e-38) <= 16.001 or float(plain_scales) == 0
     # If the ratio of the scales is below 11, the next smaller scale is at least two thirds of this scale.
     if 0 < float(plain_scales) / max(float(scales), 1e-38) < 11:
@@ -103,7 +103,7 @@ def test_a_non_finite_weight_gives_nan_in_its_output(encoding: str, invalid_valu
 
 @pytest.mark.parametrize(("encoding", "max_error"), [("int8", 0.01), ("int5", 0.042), ("int4", 0.085)])
 @pytest.mark.parametrize("in_features", [96, 100])
-def test_errors_are_within_bounds_and_a_single_row_gives_the_same_bits(
+def test_errors_are_within_bounds_and_rows_have_the_same_bits_alone_and_in_bfloat16(
     encoding: str, max_error: float, in_features: int
 ) -> None:
     weight, x, bias = torch.randn(300, in_features), torch.randn(40, in_features), torch.randn(300)
@@ -128,11 +128,11 @@ def test_packing_unpacked_weights_changes_nothing(encoding: str) -> None:
 
 
 def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
-    """Return the integers and the scale of one group, computed for each number in turn."""
+    """Return the integers and the scale of one group, computed by scalar float32 arithmetic."""
     f32 = np.float32
     min_integer, max_integer = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     largest_weight = weight[int(np.argmax(np.abs(weight)))]
-    best_error, best_scale = f32(-1), f32(0)
+    best_fit, best_scale = f32(-1), f32(0)
     for i in range(7):
         divisor = -f32((7 + i / 3) * (2 if bits == 5 else 1))
         inverse = f32(0) if abs(largest_weight) < 1e-30 else divisor / largest_weight
@@ -145,8 +145,8 @@ def quantize_group(weight: np.ndarray, bits: int) -> tuple[list[int], float]:
         if square == 0:
             return [0] * 32, 0.0
         projection = product / divisor
-        if projection * projection / square > best_error:
-            best_error = projection * projection / square
+        if projection * projection / square > best_fit:
+            best_fit = projection * projection / square
             best_scale = product / square * (largest_weight / divisor)
     scale = f32(np.float16(np.clip(best_scale, -65504, 65504))) + f32(0)
     inverse = f32(0) if scale == 0 else f32(1) / scale

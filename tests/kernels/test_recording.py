@@ -1,4 +1,4 @@
-"""A recorded step, replayed on other inputs, equals the step itself."""
+"""A replay of a recorded step on other inputs equals the step on these inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def pipeline(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> TextGenerationPipeline:
     folder = write_checkpoint(tmp_path_factory.mktemp("recorded"), request.param.tiny_config())
-    return open_pipeline(folder, deterministic=True, kv_cache_block_size=16)
+    return open_pipeline(folder, deterministic=True, kv_cache_block_size=16, max_batch_size=64)
 
 
 def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
-    """Return the inputs of a batch of single tokens after prompts of these lengths."""
+    """Prefill prompts of these lengths, and return the inputs of the decode step after them."""
     contexts = {str(n): make_context(random_tokens(n, 130, seed=n)) for n in lengths}
     pipeline.execute(contexts)
     for context in contexts.values():
@@ -40,7 +40,9 @@ def input_tensors(inputs: Any) -> dict[str, torch.Tensor]:
     tables = {f"tables.{i}": group.block_tables for i, group in enumerate(inputs.kv.groups)}
     slots = {f"slots.{i}": group.slots for i, group in enumerate(inputs.kv.groups)}
     rows = {name: getattr(inputs, name) for name in ("tokens", "positions", "row_offsets", "logit_rows")}
-    return rows | tables | slots | {"lengths": inputs.kv.lengths}
+    kv = inputs.kv
+    states = {} if kv.states is None else {"states": kv.states.slots, "saves": kv.states.saves}
+    return rows | tables | slots | states | {"lengths": inputs.kv.lengths}
 
 
 def run_step(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor:
@@ -59,7 +61,10 @@ def record_step(pipeline: TextGenerationPipeline, inputs: Any) -> Plan:
 def test_a_replay_on_other_inputs_equals_the_step(pipeline: TextGenerationPipeline) -> None:
     plan = record_step(pipeline, decode_inputs(pipeline, [20, 33]))
     other_inputs = decode_inputs(pipeline, [28, 47])
+    states = other_inputs.kv.states
+    restore_states = (lambda: None) if states is None else states.saved()
     expected = run_step(pipeline, other_inputs, ReferenceOps())
+    restore_states()
     (logits,) = plan.replay(ReferenceOps(), input_tensors(other_inputs))
     assert torch.equal(logits, expected)
 

@@ -1,4 +1,4 @@
-"""The reference kernels, compared with numpy in float64 (attention one query at a time) and with torch."""
+"""The reference kernels agree with numpy in float64, and with torch."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def paged_cache(
     fixed_scale: float | None = None,
     is_chunked: bool = False,
 ) -> tuple[LayerKV, list[np.ndarray]]:
-    """Return a cache with sequences of these lengths in scattered blocks, and the sequences.
+    """Return a KV cache with sequences of these lengths in scattered blocks, and their keys and values.
 
-    Each sequence is ``[2, L, K, D]``.
+    The keys and values of a sequence are ``[2, L, K, D]``.
     """
     generator = np.random.default_rng(sum(lengths))
-    counts = [-(-length // BLOCK) for length in lengths]
-    order = generator.permutation(np.arange(1, sum(counts) + 1))
-    # Unwritten slots must not affect results.
-    cache = torch.full((2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan)
-    scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if is_int8 or is_fp8 else None
+    block_counts = [-(-length // BLOCK) for length in lengths]
+    order = generator.permutation(np.arange(1, sum(block_counts) + 1))
+    # NaN, because unwritten slots must not affect results.
+    cache = torch.full((2, sum(block_counts) + 1, kv_heads, BLOCK, dim), torch.nan)
+    scales = torch.zeros(2, sum(block_counts) + 1, kv_heads, BLOCK) if is_int8 or is_fp8 else None
     if is_int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)
     if is_fp8:
         cache = cache.to(torch.float8_e4m3fn)
     if scales is not None and fixed_scale is not None:
         scales = torch.full((1, 1, 1, 1), fixed_scale).expand(scales.shape)
-    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(block_counts), dtype=torch.int32)
     sequences = []
-    for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+    for sequence, (length, count) in enumerate(zip(lengths, block_counts, strict=True)):
         blocks = torch.from_numpy(order[:count].astype(np.int64))
         order = order[count:]
         tables[sequence, :count] = blocks
@@ -94,17 +94,17 @@ def test_attention_equals_numpy(
     heads: tuple[int, int], window: int | None, soft_cap: float | None, has_sinks: bool
 ) -> None:
     num_heads, kv_heads = heads
-    lengths, counts = [1, 50, 33, 64], [1, 50, 2, 17]
+    lengths, row_counts = [1, 50, 33, 64], [1, 50, 2, 17]
     kv, sequences = paged_cache(lengths, kv_heads, 8, window=window)
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(sum(counts), num_heads, 8, generator=generator)
+    q = torch.randn(sum(row_counts), num_heads, 8, generator=generator)
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
-    offsets = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    offsets = torch.tensor([0, *np.cumsum(row_counts)], dtype=torch.int32)
     attended = OPS.attention(
         q, kv, offsets, torch.tensor(lengths, dtype=torch.int32), scale=0.4, soft_cap=soft_cap, sinks=sinks
     )
     row = 0
-    for length, count, keys_and_values in zip(lengths, counts, sequences, strict=True):
+    for length, count, keys_and_values in zip(lengths, row_counts, sequences, strict=True):
         for position in range(length - count, length):
             expected = numpy_attention(
                 q[row].numpy(),
@@ -142,7 +142,7 @@ def test_blocks_before_the_window_are_not_read() -> None:
     assert torch.equal(OPS.attention(q, kv, offsets, lengths, scale=0.3), result_before)
 
 
-def test_attention_over_an_int8_cache_is_close() -> None:
+def test_attention_over_an_int8_cache_is_close_to_exact_attention() -> None:
     exact_kv, sequences = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, is_int8=True)
     assert rounded_kv.cache.dtype is torch.int8
@@ -156,8 +156,8 @@ def test_attention_over_an_int8_cache_is_close() -> None:
 
 
 @pytest.mark.parametrize("fixed_scale", [None, 4 / 448])
-def test_attention_over_an_fp8_cache_is_close(fixed_scale: float | None) -> None:
-    """The error of a stored number is at most 2**-4 of its value, or half of 2**-9 times its scale."""
+def test_attention_over_an_fp8_cache_is_close_to_exact_attention(fixed_scale: float | None) -> None:
+    """The error of a stored number is at most 2**-4 of its magnitude, or at most 2**-10 of its scale."""
     exact_kv, _ = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=fixed_scale)
     assert rounded_kv.scales is not None
@@ -174,7 +174,7 @@ def test_attention_over_an_fp8_cache_is_close(fixed_scale: float | None) -> None
     assert 0 < float((actual - expected).abs().max()) < 0.06
 
 
-def test_values_beyond_a_fixed_scale_are_clipped() -> None:
+def test_values_beyond_448_times_a_fixed_scale_are_clipped() -> None:
     exact_kv, _ = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=1 / 448)
     is_written = exact_kv.cache.isfinite()

@@ -1,4 +1,4 @@
-"""Sampling by every back end from vocabularies of several thousand tokens, against the reference."""
+"""Sampling from large vocabularies: every back end equals the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _seed() -> None:
 def make_rules(
     rows: Sequence[Mapping[str, float]], uniforms: Sequence[float] | None = None
 ) -> SamplingInputs:
-    """Return the rules of each row, with random uniforms if none are given."""
+    """Return sampling inputs with the given rules of each row. Uniforms are random if none are given."""
     default_rules = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     values = [{**default_rules, **row} for row in rows]
     return SamplingInputs(
@@ -43,7 +43,7 @@ def make_rules(
 
 
 def sample_and_compare(ops: Ops, logits: Tensor, rules: SamplingInputs, mask: Tensor | None = None) -> Tensor:
-    """Return the tokens of a back end, which must be those of the reference."""
+    """Return the tokens that a back end samples. Check that they equal the tokens of the reference."""
     tokens = ops.sample(logits, rules, mask)
     assert torch.equal(tokens, REFERENCE.sample(logits, rules, mask))
     return tokens
@@ -129,7 +129,7 @@ def test_a_top_p_near_1_drops_the_end_of_the_tail(ops: Ops, top_p: float) -> Non
 
 
 def test_rows_with_different_rules_equal_single_rows(ops: Ops) -> None:
-    """Each row of a batch samples the same token as in a batch of one row, and as the reference."""
+    """Each row of a batch gets the same token as in a batch of one row, and as with the reference."""
     rows: list[dict[str, float]] = [
         {"temperature": 0.0},
         {},

@@ -1,4 +1,4 @@
-"""Attention over images, whose tokens attend to each other in both directions."""
+"""Attention with spans: the tokens of an image attend to each other in both directions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BATCH = [(0, 70, [(3, 20), (21, 60)]), (33, 40, [(33, 38)]), (8, 9, []), (0, 50,
 def random_batch(
     window: int | None,
 ) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, cache, row offsets, lengths and spans of the batch."""
+    """Return queries, KV cache, row offsets, lengths and spans of `BATCH`."""
     torch.manual_seed(0)
-    counts = torch.tensor([end - start for start, end, _ in BATCH])
+    row_counts = torch.tensor([end - start for start, end, _ in BATCH])
     tables = 1 + torch.randperm(5 * len(BATCH)).view(len(BATCH), 5).int()
     cache = torch.randn(2, 5 * len(BATCH) + 1, KV_HEADS, BLOCK, DIM)
     spans = []
@@ -32,16 +32,16 @@ def random_batch(
         for image_start, image_end in image_ranges:
             row_spans[(rows >= image_start) & (rows < image_end)] = torch.tensor([image_start, image_end])
         spans.append(row_spans)
-    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    offsets = torch.cat([torch.zeros(1), row_counts.cumsum(0)]).int()
     lengths = torch.tensor([end for _, end, _ in BATCH]).int()
     kv = LayerKV(cache, tables, torch.zeros(0).long(), window)
-    return torch.randn(int(counts.sum()), HEADS, DIM), kv, offsets, lengths, torch.cat(spans).int()
+    return torch.randn(int(row_counts.sum()), HEADS, DIM), kv, offsets, lengths, torch.cat(spans).int()
 
 
 @pytest.mark.parametrize("window", [None, 7, 30])
 @pytest.mark.parametrize("ops", [ReferenceOps(), InferenceSession([CPU()]).ops], ids=["reference", "best"])
 def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None) -> None:
-    """A row sees the keys of its window before it, and the keys of its image after it."""
+    """A row sees the keys of its window up to its position, and the later keys of its image."""
     q, kv, offsets, lengths, spans = random_batch(window)
     image_spans = ImageSpans(spans, offsets, lengths)
     attended = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=image_spans)

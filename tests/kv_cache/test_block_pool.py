@@ -62,7 +62,7 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
     assert [pool.allocate(1)[0] for _ in blocks] == [blocks[1], blocks[2], blocks[0]]
 
 
-def test_the_first_of_two_equal_blocks_stays_registered() -> None:
+def test_the_first_of_two_blocks_with_the_same_digest_stays_registered() -> None:
     pool = BlockPool(3)
     first_block, second_block = pool.allocate(2)
     assert pool.register(first_block, b"same")
@@ -84,7 +84,7 @@ def test_a_referenced_block_is_not_evicted() -> None:
     assert pool.lookup(b"kept") == block
 
 
-def test_releasing_a_block_twice_is_an_internal_error() -> None:
+def test_releasing_a_block_twice_raises_an_assertion_error() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -103,22 +103,22 @@ def test_check_integrity_reports_a_lost_block() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """A random test that compares the pool with a simple model of lists and a dict."""
 
-    SIZE = 8
+    NUM_BLOCKS = 8
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.SIZE + 1)
+        self.pool = BlockPool(self.NUM_BLOCKS + 1)
         self.referenced: list[int] = []  # one entry per reference
         self.digests: dict[int, bytes] = {}
         self.evictable: list[int] = []  # registered and unreferenced blocks, least recently used first
 
-    @rule(count=st.integers(0, SIZE + 1))
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, count: int) -> None:
-        if count > self.SIZE - len(set(self.referenced)):
+        if count > self.NUM_BLOCKS - len(set(self.referenced)):
             with pytest.raises(InsufficientBlocksError):
                 self.pool.allocate(count)
             return
-        num_uncached = self.SIZE - len(set(self.referenced)) - len(self.evictable)
+        num_uncached = self.NUM_BLOCKS - len(set(self.referenced)) - len(self.evictable)
         num_evicted = max(0, count - num_uncached)
         evicted_blocks, self.evictable = self.evictable[:num_evicted], self.evictable[num_evicted:]
         for block in evicted_blocks:
@@ -161,10 +161,10 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def pool_equals_the_model(self) -> None:
         self.pool.check_integrity()
-        assert {block: self.pool.references(block) for block in set(self.referenced)} == Counter(
+        assert {block: self.pool.num_references(block) for block in set(self.referenced)} == Counter(
             self.referenced
         )
-        assert self.pool.num_free == self.SIZE - len(set(self.referenced))
+        assert self.pool.num_free == self.NUM_BLOCKS - len(set(self.referenced))
         assert self.pool.num_cached == len(self.evictable)
         assert all(self.pool.lookup(digest) == block for block, digest in self.digests.items())
 

@@ -78,7 +78,7 @@ def test_the_check_of_keys_detects_a_changed_host_block() -> None:
     manager = kv_manager(5, host_memory=8 * BLOCK_BYTES)
     count_cached_tokens(manager, first_prompt)
     count_cached_tokens(manager, second_prompt)
-    for tensors in host_blocks(manager)._host:
+    for tensors in host_blocks(manager)._host_tensors:
         for tensor in tensors:
             tensor.add_(1)
     context = text_context(first_prompt)
@@ -143,14 +143,14 @@ def test_any_schedule_gives_the_outputs_of_single_requests(
         for number, (prefix_token, length, max_new_tokens) in enumerate(prompts)
     ]
     expected = {context.request_id: expected_output_tokens(context) for context in contexts}
-    result: dict[str, list[int]] = {name: [] for name in expected}
+    generated: dict[str, list[int]] = {name: [] for name in expected}
     for context in contexts:
         scheduler.submit(context)
     while scheduler.has_work:
         for name, output in scheduler.step().items():
-            result[name] += [int(token.next_token) for token in output.tokens]
+            generated[name] += [int(token.next_token) for token in output.tokens]
         kv.check_integrity()
-    assert result == expected
+    assert generated == expected
 
 
 def test_kv_offload_is_refused_without_a_gpu() -> None:

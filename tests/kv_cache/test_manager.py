@@ -135,14 +135,14 @@ def test_prefixes_with_equal_salt_adapter_and_hashes_are_shared(fields: dict[str
 
 
 def test_blocks_of_images_without_digests_are_not_shared() -> None:
-    def cached_tokens_with(overrides: dict[int, int], images: int = 1) -> int:
+    def cached_tokens_with(overrides: dict[int, int], num_images: int = 1) -> int:
         manager = kv_manager(8)
         for _ in range(2):
             context = TextAndVisionContext(
                 prompt="",
                 max_length=50,
                 tokens=np.array(PROMPT),
-                pixel_values=(np.ones(3),) * images,
+                pixel_values=(np.ones(3),) * num_images,
                 token_hash_overrides=overrides,
             )
             manager.claim(context)
@@ -151,11 +151,8 @@ def test_blocks_of_images_without_digests_are_not_shared() -> None:
             manager.release(context)
         return num_cached
 
-    assert [cached_tokens_with({}), cached_tokens_with({1: 77}), cached_tokens_with({}, images=0)] == [
-        0,
-        8,
-        8,
-    ]
+    assert cached_tokens_with({}) == 0
+    assert cached_tokens_with({1: 77}) == cached_tokens_with({}, num_images=0) == 8
 
 
 def test_blocks_of_an_adapter_without_a_digest_are_not_shared() -> None:
@@ -267,7 +264,7 @@ def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     manager.check_integrity()
 
 
-def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
+def test_blocks_before_the_window_are_freed_and_stay_cached() -> None:
     manager = kv_manager(8, 8, windows=(None, 6))
     context = text_context(list(range(17)))
     run_one_step(manager, context)
@@ -301,7 +298,7 @@ def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
     while long_context.start_idx < 20:
         run_one_step(manager, long_context, 99, chunk=4)
     manager.release(long_context)
-    # The windowed pool has five blocks, which now hold the end of the text.
+    # The windowed pool has five blocks, which now contain the last 20 tokens.
     run_one_step(manager, text_context([7, 7, 7, 7, 7]))  # evicts the two oldest blocks
     for length, num_cached in ((21, 20), (17, 16), (13, 0)):
         shorter_context = text_context(list(range(length)))
@@ -310,18 +307,19 @@ def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
         manager.release(shorter_context)
 
 
-# -- Regimes: ranges of lengths; keys of one regime are invalid in another -----------------------------------
+# -- Regimes: ranges of sequence lengths. Keys of one regime are invalid in another.
+# --------------------------
 
 
 @pytest.mark.parametrize(
     ("length", "regime", "shortest", "steps_left"),
     [(1, 0, 0, 7), (7, 0, 0, 1), (8, 1, 8, 5), (12, 1, 8, 1), (13, 2, 13, None), (99, 2, 13, None)],
 )
-def test_a_length_has_its_regime_and_limits(
+def test_a_length_determines_the_regime_and_the_steps_left(
     length: int, regime: int, shortest: int, steps_left: int | None
 ) -> None:
     spec = kv_spec(None, key_limits=(7, 12))
-    assert (spec.regime(length), spec.shortest(length)) == (regime, shortest)
+    assert (spec.regime(length), spec.min_regime_length(length)) == (regime, shortest)
     assert spec.steps_left(length) == steps_left
     assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
 

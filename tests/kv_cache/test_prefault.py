@@ -1,4 +1,4 @@
-"""Tests of `penstock.kv_cache.prefault`: which pages of the KV cache an idle worker prefaults."""
+"""`CachePrefault`: which pages of the KV cache are allocated in advance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.pipelines.core import TextContext
 NUM_BLOCKS = 401
 BLOCK_SIZE = 16
 KV_HEADS = 16
-"""With 16 heads, no huge page has both a block of 250 to 299 and a block below 161 or above 370."""
+"""With 16 heads, no huge page contains both a block from 250 to 299 and a block below 161 or above 370."""
 NUM_AHEAD = 100
 BLOCK_BYTES = KV_HEADS * (2 * BLOCK_SIZE * 64 * (4 + 4 + 1) + 2 * BLOCK_SIZE * 4)
 """Bytes of a block of all layers: keys and values of two float32 layers and of one int8 layer with scales."""
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not can_populate_pages(), reason="MADV_POPULATE_
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> KVCacheManager:
-    """Return the manager of a cache of two groups; an idle worker allocates `NUM_AHEAD` blocks ahead."""
+    """Return the manager of a cache of two groups that prefaults `NUM_AHEAD` blocks in advance."""
     monkeypatch.setattr(prefault, "PREFAULT_BYTES", NUM_AHEAD * BLOCK_BYTES)
     groups = (KVGroup((0, 2), KV_HEADS, 64, DType.float32), KVGroup((1,), KV_HEADS, 64, DType.int8, 64))
     manager = KVCacheManager(KVCacheSpec(groups), (NUM_BLOCKS, NUM_BLOCKS), BLOCK_SIZE)
@@ -52,7 +52,7 @@ def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> b
     return all(all(are_resident(part[first:end])) for tensor in tensors for part in tensor)
 
 
-def has_populated_rest(manager: KVCacheManager) -> bool:
+def has_populated_later_blocks(manager: KVCacheManager) -> bool:
     """Return whether any of the blocks 250 to 299 is allocated."""
     return any(any(are_resident(part[250:300])) for part in manager.storage.caches[0])
 
@@ -80,7 +80,7 @@ def test_pages_of_the_next_blocks_are_allocated_layer_by_layer(manager: KVCacheM
     assert [is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3)].count(True) == 1
     assert populate_all(manager) == 2
     assert all(is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3))
-    assert not has_populated_rest(manager)
+    assert not has_populated_later_blocks(manager)
     assert not manager.prefault_next()
 
 
@@ -90,9 +90,9 @@ def test_more_pages_are_allocated_when_half_of_the_blocks_are_used(manager: KVCa
     assert populate_all(manager) == 0
     use_blocks(manager, 10, token=2)
     assert populate_all(manager) == 3
-    num_used = NUM_AHEAD // 2 + 9
-    assert all(is_populated(manager, layer, 1, num_used + NUM_AHEAD) for layer in range(3))
-    assert not has_populated_rest(manager)
+    num_used_blocks = NUM_AHEAD // 2 + 9
+    assert all(is_populated(manager, layer, 1, num_used_blocks + NUM_AHEAD) for layer in range(3))
+    assert not has_populated_later_blocks(manager)
 
 
 def test_blocks_that_are_used_again_need_no_pages(manager: KVCacheManager) -> None:
@@ -139,7 +139,7 @@ def test_prefaulting_ends_at_once_without_the_system_call(
     assert not manager.prefault_next()
 
 
-def test_a_block_above_the_limit_is_allocated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_larger_than_the_limit_is_prefaulted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "PREFAULT_BYTES", 1)
     group = KVGroup((0,), 1, 64, DType.float32)
     manager = KVCacheManager(KVCacheSpec((group,)), (NUM_BLOCKS,), BLOCK_SIZE)

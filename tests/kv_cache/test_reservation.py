@@ -1,4 +1,4 @@
-"""`reserve_steps` and `reserve_drafts`: the number of steps or drafts, and their blocks. `claim`."""
+"""`reserve_steps`, `reserve_drafts` and `claim`: numbers of steps and drafts, blocks, stale contexts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def claimed_context(manager: KVCacheManager, length: int = 4, **fields: Any) -> 
     return context
 
 
-@pytest.mark.parametrize(("num_steps", "num_used"), [(1, 1), (2, 2), (5, 2), (6, 3)])
-def test_blocks_for_all_steps_are_reserved(num_steps: int, num_used: int) -> None:
+@pytest.mark.parametrize(("num_steps", "num_blocks"), [(1, 1), (2, 2), (5, 2), (6, 3)])
+def test_blocks_for_all_steps_are_reserved(num_steps: int, num_blocks: int) -> None:
     manager = kv_manager(10)
     assert reserve_steps(manager, [claimed_context(manager)], num_steps) == num_steps
-    assert manager.num_blocks - manager.num_free_blocks == num_used
+    assert manager.num_blocks - manager.num_free_blocks == num_blocks
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_reserved_steps_do_not_exceed_the_remaining_tokens() -> None:
     assert reserve_steps(manager, [claimed_context(manager)], 5) == 2
     manager.max_length = 4
     assert reserve_steps(manager, [claimed_context(manager)], 5) == 1, (
-        "the pipeline refuses the context after this step"
+        "the result is at least 1, although the context has reached the maximum length"
     )
 
 

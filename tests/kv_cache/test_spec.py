@@ -27,11 +27,11 @@ def test_bytes_per_block_depend_on_heads_head_dim_and_dtype() -> None:
     spec = KVCacheSpec(
         (make_group(0, 1), make_group(2, dtype=DType.bfloat16), make_group(3, dtype=DType.int8))
     )
-    heads_and_tokens = 2 * 2 * 16  # keys and values, kv heads, block size
+    rows_per_layer = 2 * 2 * 16  # keys and values, kv heads, tokens of a block
     assert spec.bytes_per_block(16) == (
-        2 * heads_and_tokens * 8 * 4,
-        heads_and_tokens * 8 * 2,
-        heads_and_tokens * (8 + 4),
+        2 * rows_per_layer * 8 * 4,
+        rows_per_layer * 8 * 2,
+        rows_per_layer * (8 + 4),
     )
 
 

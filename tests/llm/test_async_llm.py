@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine used from an asyncio program."""
+"""`AsyncLLM`: its outputs equal those of `LLM`; cancellation, queueing and invalid calls."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TEXTS = ["Good morning.", "One two three. " + "The cat is small. " * 8]
 
 @asynccontextmanager
 async def open_async_llm(model: str = "demo-voice", **config: Any) -> AsyncIterator[AsyncLLM]:
-    """Return an AsyncLLM whose worker is a thread of this process."""
+    """Yield an AsyncLLM whose worker is a thread of this process."""
     pipeline_config = PipelineConfig.from_flat({"model_path": model, "kv_cache_memory": 32 * 2**20, **config})
     worker = WorkerClient(partial(load_runtime, pipeline_config), in_thread=True)
     async with AsyncLLM.from_config(pipeline_config, worker=worker) as llm:

@@ -268,7 +268,7 @@ def test_the_text_of_a_beam_continues_from_the_prompt(shared_data: Path) -> None
         tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the")
     )
     context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
-    beam = Hypothesis([*the_ids, tokenizer.eos], [-1.0] * (len(the_ids) + 1), -1.0, ended=True)
+    beam = Hypothesis([*the_ids, tokenizer.eos], [-1.0] * (len(the_ids) + 1), -1.0, has_end_token=True)
     output = GenerationOutput.from_beam(context, 0, beam, tokenizer)
     assert (output.text, output.token_ids, output.num_generated_tokens) == (
         " the",

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_llm import write_tiny_llm
-from support.tiny_speech import RATE, SAMPLES_PER_FRAME, fake_codec_catalog, write_tiny_speech
+from support.tiny_speech import SAMPLE_RATE, SAMPLES_PER_FRAME, fake_codec_catalog, write_tiny_speech
 
 from penstock import LLM
 from penstock.config import PipelineConfig
@@ -33,7 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with wave.open(str(folder / "ben.wav"), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
-        file.setframerate(2 * RATE)
+        file.setframerate(2 * SAMPLE_RATE)
         file.writeframes(np.linspace(-20000, 20000, 40 * SAMPLES_PER_FRAME).astype("<i2").tobytes())
     (folder / "ben.txt").write_text("I am Ben.\n")
     (folder / "carl.json").write_text(json.dumps({"codes": [1, 2, 3], "transcription": "I am Carl."}))
@@ -51,9 +51,9 @@ def test_one_text_gives_one_speech_and_several_a_list(llm: LLM) -> None:
     for text, speech in zip(TEXTS, speeches, strict=True):
         single_audio = llm.speak(text, PARAMS)
         np.testing.assert_array_equal(single_audio.audio, speech.audio)
-        assert single_audio.sample_rate == RATE
+        assert single_audio.sample_rate == SAMPLE_RATE
         assert single_audio.audio.dtype == np.float32
-        assert single_audio.seconds == len(single_audio.audio) / RATE > 0
+        assert single_audio.seconds == len(single_audio.audio) / SAMPLE_RATE > 0
         assert 40 <= single_audio.num_tokens <= 60
         assert single_audio.is_cut == (
             single_audio.num_tokens == 60 and len(single_audio.audio) == 60 * SAMPLES_PER_FRAME
@@ -75,9 +75,12 @@ def test_joined_stream_chunks_equal_the_audio_of_speak(llm: LLM) -> None:
         )
         assert len(chunks) > 1
         last_metadata = chunks[-1].metadata
-        assert (last_metadata["sample_rate"], last_metadata["num_tokens"]) == (RATE, full_audio.num_tokens)
+        assert (last_metadata["sample_rate"], last_metadata["num_tokens"]) == (
+            SAMPLE_RATE,
+            full_audio.num_tokens,
+        )
         assert last_metadata["seconds"] == full_audio.seconds
-        assert stream.sample_rate == RATE
+        assert stream.sample_rate == SAMPLE_RATE
 
 
 def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
@@ -127,7 +130,7 @@ def test_a_voice_is_encoded_once_and_invalid_files_and_codes_are_refused(
     with wave.open(str(tmp_path / "a.wav"), "wb") as file:
         file.setnchannels(2)
         file.setsampwidth(2)
-        file.setframerate(RATE)
+        file.setframerate(SAMPLE_RATE)
         file.writeframes(np.zeros(8 * SAMPLES_PER_FRAME, "<i2").tobytes())
     codec = FakeCodec(1)
     encoded_lengths = []

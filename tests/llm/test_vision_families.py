@@ -35,6 +35,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[int, str], str]] = {
         {129: "<|image_pad|>", 127: "<|vision_start|>", 126: "<|vision_end|>"},
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
+    "qwen3_5": (
+        "Qwen2VLImageProcessor",
+        QWEN,
+        {129: "<|image_pad|>", 127: "<|vision_start|>", 126: "<|vision_end|>"},
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
     "qwen3_vl": (
         "Qwen2VLImageProcessor",
         QWEN,

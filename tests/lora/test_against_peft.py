@@ -179,7 +179,7 @@ def test_module_patterns_match_the_same_modules_as_peft(
 
 
 def test_every_field_that_peft_writes_is_known(checkpoint: Path, tmp_path: Path) -> None:
-    """The test fails if a new version of PEFT adds fields."""
+    """This test must fail if a new version of PEFT adds fields, because each field needs a decision."""
     adapter = save_adapter(peft_model(checkpoint, r=4, target_modules=["q_proj"]), tmp_path)
     assert AdapterConfig.read(adapter).rank == 4
     from penstock.lora import adapter_config

@@ -94,7 +94,7 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
 def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
     open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
-    """Run the C++ kernels. Both pipelines multiply the same number of rows, so results are bit-equal."""
+    """Checks the C++ kernels. Both pipelines multiply the same number of rows, so results are bit-equal."""
     plain_pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
     adapted_pipeline = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
@@ -282,7 +282,7 @@ def test_slots_use_the_planned_memory(
     assert used_bytes() == pipeline.memory_plan.adapters_size > 0
 
 
-# -- Mutations that the comparison must detect ------------------------------------------------------------
+# -- Mutations that the comparison with PEFT must detect ---------------------------------------------------
 
 
 def swap_matrices(inputs: LoRAInputs) -> LoRAInputs:

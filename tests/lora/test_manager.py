@@ -48,11 +48,11 @@ def write_constant_adapter(
 
 @pytest.fixture
 def make_manager(tmp_path: Path) -> Callable[..., LoRAManager]:
-    """Return a function that makes a manager with ``count`` loaded adapters, named a, b, c, and so on."""
+    """Return a function that makes a manager with ``num_adapters`` adapters, named a, b, c, and so on."""
     save_file({"m.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
 
-    def make_manager(count: int = 3, **config: Any) -> LoRAManager:
-        names = "abcdefgh"[:count]
+    def make_manager(num_adapters: int = 3, **config: Any) -> LoRAManager:
+        names = "abcdefgh"[:num_adapters]
         lora = tuple(
             f"{name}={write_constant_adapter(tmp_path / name, 1.0 + i)}" for i, name in enumerate(names)
         )
@@ -69,15 +69,15 @@ def make_adapted_context(name: str | None, **fields: Any) -> TextContext:
 
 
 def adapter_terms(
-    manager: LoRAManager, contexts: Sequence[TextContext], counts: Sequence[int]
+    manager: LoRAManager, contexts: Sequence[TextContext], row_counts: Sequence[int]
 ) -> list[float]:
     """Return the number that each row's adapter adds to the first output of ``m.q_proj`` if all inputs are 1.
 
     The number is 0 for rows without an adapter.
     """
-    inputs = manager.inputs(contexts, np.array(counts))
+    inputs = manager.inputs(contexts, np.array(row_counts))
     if inputs is None:
-        return [0.0] * sum(counts)
+        return [0.0] * sum(row_counts)
     down, up = inputs.matrices["m.q_proj"]
     ranks = inputs.ranks["m.q_proj"]
     return [

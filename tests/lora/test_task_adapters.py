@@ -37,7 +37,7 @@ def llm(jina: JinaV3) -> Iterator[LLM]:
 def merged_embeddings(
     jina: JinaV3, llm: LLM, task: str | None, folder: Path, instruction: str = ""
 ) -> np.ndarray:
-    """Return the embeddings of the texts by transformers, with the task's adapter merged into the weights."""
+    """Return the embeddings of `TEXTS` from transformers, with the task's adapter merged into the weights."""
     model = jina.load_merged(task, folder)
     tokens = [llm.tokenizer.backend.encode(instruction + text).ids for text in TEXTS]
     return np.stack([mean_embedding(model, sequence).numpy() for sequence in tokens])

@@ -262,15 +262,15 @@ def test_failed_fetches_are_errors(fetch: Callable[[str], bytes], path: str, mes
         fetch(path)
 
 
-@pytest.mark.parametrize("kind", ENDLESS_RESPONSES)
+@pytest.mark.parametrize("response_name", ENDLESS_RESPONSES)
 def test_endless_responses_are_ended_by_the_time_limit_or_a_size_limit(
-    port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, kind: str
+    port: int, fetch: Callable[[str], bytes], monkeypatch: pytest.MonkeyPatch, response_name: str
 ) -> None:
     """The time limit covers the whole response. A server cannot extend it by sending data slowly."""
-    monkeypatch.setattr(sources, "_MAX_HEADERS", 20_000)
-    images = ImageSources(5000, 10 if kind.startswith("many") else 0.15, allow_urls=True)
+    monkeypatch.setattr(sources, "_MAX_HEADER_BYTES", 20_000)
+    images = ImageSources(5000, 10 if response_name.startswith("many") else 0.15, allow_urls=True)
     with pytest.raises(InputError, match=r"not fetched within|size limit"):
-        images.read(f"http://images.test:{port}/parts/{kind}")
+        images.read(f"http://images.test:{port}/parts/{response_name}")
 
 
 def test_empty_and_chunked_bodies_are_read(fetch: Callable[[str], bytes]) -> None:
@@ -279,7 +279,7 @@ def test_empty_and_chunked_bodies_are_read(fetch: Callable[[str], bytes]) -> Non
 
 
 def test_look_ups_end_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the name server does not answer, the request still ends, and at most two threads are blocked."""
+    """If the name server does not answer, requests still end, and at most ``_MAX_LOOKUPS`` threads wait."""
     release_lookups, lookups = threading.Event(), threading.Semaphore(0)
 
     def hang(*_: Any, **__: Any) -> list[Any]:

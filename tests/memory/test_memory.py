@@ -1,4 +1,4 @@
-"""The memory planner: plans fit into the memory, and errors suggest values that fit."""
+"""The memory planner: plans fit into the free memory, and errors suggest values that fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.memory import (
     plan_memory,
 )
 from penstock.memory.demand import requested_block_size, requested_step_tokens
-from penstock.memory.plan import MIN_STEP
+from penstock.memory.plan import MIN_STEP_TOKENS
 from penstock.memory.refusals import format_bytes
 
 FULL_ATTENTION = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 128 bytes per token
@@ -96,7 +96,7 @@ def make_config(
 
 
 def max_blocks_used(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
-    """Simulate a sequence that computes ``rows`` tokens per step. Returns its maximum number of blocks."""
+    """Return the maximum number of blocks of a simulated sequence that computes ``rows`` tokens per step."""
     block_size, max_blocks = requested_block_size(config), 0
     for start in range(0, length, rows):
         stop = min(start + rows, length)
@@ -170,7 +170,7 @@ def test_more_memory_never_gives_a_smaller_plan(
         smaller_plan = make_plan(config, spec, free=free, **sizes)
     except InsufficientMemoryError:
         return
-    assume(smaller_plan.max_batch_input_tokens >= min(MIN_STEP, requested_step_tokens(config)))
+    assume(smaller_plan.max_batch_input_tokens >= min(MIN_STEP_TOKENS, requested_step_tokens(config)))
     larger_plan = make_plan(config, spec, free=free + extra_memory, **sizes)
     assert larger_plan.max_length >= smaller_plan.max_length
     assert larger_plan.max_batch_input_tokens >= smaller_plan.max_batch_input_tokens
@@ -435,7 +435,7 @@ def test_memory_for_adapters_reduces_the_cache() -> None:
         plan_memory(config, FULL_ATTENTION, **options, adapters_size=2**21)
 
 
-def test_unchunked_inputs_need_memory_for_the_longest_input() -> None:
+def test_inputs_that_cannot_be_split_need_memory_for_the_longest_input() -> None:
     options: dict[str, Any] = {"model_max_length": 4096, "weights_size": 1000, "min_step_tokens": 4096}
     config = replace(make_config(), max_batch_input_tokens=1024)
     plan = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)

@@ -26,8 +26,8 @@ from penstock.nn import TensorNames
 def write_estimate_checkpoint(folder: Path, *, is_head_tied: bool = False, **settings: Any) -> PipelineConfig:
     """Write a checkpoint with a vocabulary of 10 and a hidden size of 4.
 
-    It has an embedding table, a linear layer of 6 outputs, two experts of 3 outputs, a norm, a position table
-    of integers, and an output head.
+    The checkpoint has an embedding table, a linear layer of 6 outputs, two experts of 3 outputs, a norm, a
+    position table of integers, and an output head.
     """
     from safetensors.torch import save_file
     from torch import int64, ones

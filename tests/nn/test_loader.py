@@ -1,4 +1,4 @@
-"""The loader: encodings of layers, fused layers, released weights, the packed cache and lazy packing."""
+"""The loader: encodings, fused layers, released weights, files of packed weights, and lazy packing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class QuantizedTensors(FloatTensors):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         encoding = self.quantized[name]
         rows = ENCODINGS[encoding].pack(self.tensors[name])
-        # The loader would compute other scales, so packing again would be detected.
+        # Packing computes other scales, so a test detects whether the loader has packed the weight again.
         return encoding, rows | {"scales": 2 * rows["scales"]}
 
     def rows(
@@ -205,7 +205,7 @@ def test_a_router_is_not_quantized() -> None:
 
 
 class PackedLayerStore:
-    """A store of packed layers, in load order."""
+    """A file of packed weights, which returns its layers in load order."""
 
     def __init__(self, layers: list[PackedLinear]) -> None:
         self.layers = layers
@@ -214,7 +214,7 @@ class PackedLayerStore:
         return self.layers.pop(0)
 
 
-def test_weights_from_the_packed_cache_are_not_read() -> None:
+def test_weights_in_a_file_of_packed_weights_are_not_read_from_the_checkpoint() -> None:
     """Reading a weight may dequantize it, which would take longer than the rest of the load."""
 
     def load_layers(loader: Loader) -> list[PackedLinear]:

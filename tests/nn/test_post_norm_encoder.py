@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.nn import EncoderNames, Loader, PostNormEncoder, PostNormSizes
 
 SIZES = PostNormSizes(
-    vocabulary=20,
+    vocab_size=20,
     positions=16,
     token_types=2,
     layers=2,
@@ -61,10 +61,10 @@ def test_norms_keep_the_precision_of_the_checkpoint(encoding: str) -> None:
 
 
 def test_inputs_of_large_weights_are_repeated_in_int8_only() -> None:
-    inputs = {
+    down_inputs = {
         encoding: {
             block.mlp.down.packed.in_features for block in load_network(RandomTensors(), encoding).blocks
         }
         for encoding in ("int8", "bfloat16", "float32")
     }
-    assert inputs == {"int8": {SIZES.inner + 2}, "bfloat16": {SIZES.inner}, "float32": {SIZES.inner}}
+    assert down_inputs == {"int8": {SIZES.inner + 2}, "bfloat16": {SIZES.inner}, "float32": {SIZES.inner}}

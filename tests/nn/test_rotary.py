@@ -41,7 +41,7 @@ ROPE_PARAMETERS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and ma
     "longrope, short texts": (LONGROPE | {"original_max_position_embeddings": 128}, 256),
     "longrope with a factor": (LONGROPE | {"factor": 3.0}, 256),
     "longrope with an attention factor": (LONGROPE | {"attention_factor": 1.2}, 256),
-    "yarn with a factor": (YARN | {"attention_factor": 1.4, "beta_slow": 2.0}, 128),
+    "yarn with an attention factor": (YARN | {"attention_factor": 1.4, "beta_slow": 2.0}, 128),
 }
 
 

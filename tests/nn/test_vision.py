@@ -1,4 +1,4 @@
-"""Vision encoders give the results of transformers."""
+"""The vision towers of SigLIP and CLIP give the results of transformers."""
 
 from __future__ import annotations
 

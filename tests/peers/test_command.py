@@ -12,7 +12,7 @@ from benchmarks.peers.__main__ import main
 from benchmarks.peers.checkpoints import (
     checkpoint,
     converted_model,
-    read_vocabulary_size,
+    read_vocab_size,
     sentencepiece_model,
 )
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, interpreter_path, peer_environment
@@ -47,16 +47,16 @@ def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: 
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["max_position_embeddings"] == 8192
-    assert read_vocabulary_size(folder) == 320
+    assert read_vocab_size(folder) == 320
     modification_time = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == modification_time
-    (folder / "complete").unlink()  # a run that was interrupted leaves no such file
+    (folder / "complete").unlink()  # an interrupted run leaves a checkpoint without this file
     checkpoint(str(shape), tmp_path / "checkpoints")
     assert (folder / "model.safetensors").stat().st_mtime_ns > modification_time
 
 
-def test_sentencepiece_model_begins_with_the_unknown_piece() -> None:
+def test_sentencepiece_model_begins_with_the_unknown_token() -> None:
     assert sentencepiece_model()[:16] == b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
 
 
@@ -68,7 +68,7 @@ def test_preloaded_library_is_in_the_virtual_environment() -> None:
     assert peer_environment(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
 
 
-def test_missing_encodings_and_virtual_environments_are_reported(tmp_path: Path) -> None:
+def test_unsupported_encodings_and_missing_virtual_environments_are_refused(tmp_path: Path) -> None:
     result = run_command("run", "vllm", "--encoding", "int8")
     assert result.exit_code == 2
     assert "vllm has no encoding to compare with int8; choose one of bfloat16 (bfloat16)" in result.output

@@ -19,8 +19,8 @@ from benchmarks.peers.engines import Engine
 from benchmarks.peers.reporting import format_number, markdown_table, plot, ratios_where_more_is_better
 from benchmarks.peers.workloads import WORKLOADS, Result, largest_max_length, random_prompts, run, with_sizes
 
-LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
-VOCABULARY = 100
+LOAD = {"model": "model", "encoding": "int4", "num_threads": 2, "max_length": 64, "num_prompts": 1}
+VOCAB_SIZE = 100
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def engines(tmp_path: Path) -> Comparison:
     return Comparison(
         partial(open_engine, "ours"),
         partial(open_engine, "theirs"),
-        VOCABULARY,
-        pairs=2,
+        VOCAB_SIZE,
+        num_pairs=2,
         probe=lambda: {"gb_s": next(speeds), "tflop_s": 1.0},
         log=lambda text: None,
     )
 
 
-def test_all_workloads_give_rows(engines: Comparison, tmp_path: Path) -> None:
+def test_each_figure_of_each_workload_has_a_row(engines: Comparison, tmp_path: Path) -> None:
     actual = compare(
         [WORKLOADS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], engines
     )
@@ -72,11 +72,16 @@ def test_all_workloads_give_rows(engines: Comparison, tmp_path: Path) -> None:
 class TimedEngine:
     """An engine whose first token takes 2 s, and whose run takes 5 s, or 11 s for a long prompt."""
 
-    num_first = 1
+    num_first_tokens = 1
 
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, object]:
+    def generate(self, prompts: list[list[int]], num_new_tokens: int) -> dict[str, object]:
         seconds = 11.0 if len(prompts[0]) > 1024 else 5.0
-        return {"tokens": [[7]], "first": 2.0, "num_first": self.num_first, "seconds": seconds}
+        return {
+            "tokens": [[7]],
+            "first_output_seconds": 2.0,
+            "num_first_tokens": self.num_first_tokens,
+            "total_seconds": seconds,
+        }
 
 
 def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Comparison) -> None:
@@ -96,24 +101,24 @@ def test_versions_are_reported_if_every_run_starts_a_new_process(engines: Compar
 )
 def test_the_figures_of_a_run_follow_from_its_times(name: str, expected_figures: dict[str, float]) -> None:
     workload = WORKLOADS[name]
-    actual = run(workload, cast(Engine, TimedEngine()), random_prompts(workload, VOCABULARY, Random()))
+    actual = run(workload, cast(Engine, TimedEngine()), random_prompts(workload, VOCAB_SIZE, Random()))
     assert actual.figures == pytest.approx(expected_figures)
     assert actual.tokens == [7]
 
 
 def test_decode_speed_excludes_tokens_of_the_first_output() -> None:
     engine = TimedEngine()
-    engine.num_first = 8
+    engine.num_first_tokens = 8
     for name, expected_figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
         actual = run(
-            WORKLOADS[name], cast(Engine, engine), random_prompts(WORKLOADS[name], VOCABULARY, Random())
+            WORKLOADS[name], cast(Engine, engine), random_prompts(WORKLOADS[name], VOCAB_SIZE, Random())
         )
         assert list(actual.figures.values()) == pytest.approx(expected_figures)
 
 
-def test_with_sizes_changes_the_batch_and_context_sizes() -> None:
+def test_with_sizes_changes_only_the_workloads_batch_and_long() -> None:
     workloads = {name: with_sizes(workload, batch=4, context=8192) for name, workload in WORKLOADS.items()}
-    prompts = {name: random_prompts(workload, VOCABULARY, Random()) for name, workload in workloads.items()}
+    prompts = {name: random_prompts(workload, VOCAB_SIZE, Random()) for name, workload in workloads.items()}
     assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
     assert [len(prompts["long"]), len(prompts["long"][0])] == [1, 8192]
     assert {name: workload for name, workload in workloads.items() if workload != WORKLOADS[name]}.keys() == {
@@ -151,12 +156,12 @@ def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
 
 def test_prompts_are_new_and_have_the_requested_length() -> None:
     rng = Random(0)
-    prompts, next_prompts = (random_prompts(WORKLOADS["batch"], VOCABULARY, rng) for _ in range(2))
+    prompts, next_prompts = (random_prompts(WORKLOADS["batch"], VOCAB_SIZE, rng) for _ in range(2))
     assert {len(prompt) for prompt in prompts} == {256}
     assert len(prompts) == 32
     assert prompts != next_prompts
     assert len({tuple(prompt) for prompt in prompts}) == 32
-    assert {token for prompt in prompts for token in prompt} <= set(range(3, VOCABULARY))
+    assert {token for prompt in prompts for token in prompt} <= set(range(3, VOCAB_SIZE))
 
 
 def test_max_length_covers_all_workloads() -> None:
@@ -207,7 +212,7 @@ def test_table_has_a_row_for_each_figure() -> None:
     ]
 
 
-def test_ratio_is_inverted_if_lower_is_better() -> None:
+def test_ratio_is_inverted_if_less_is_better() -> None:
     faster_row, slower_row = comparison_report()["rows"]  # type: ignore[misc]
     assert ratios_where_more_is_better(faster_row) == (1.75, 1.5, 2)
     assert ratios_where_more_is_better(slower_row) == (0.4, 1 / 3, 0.5)

@@ -12,7 +12,7 @@ from support import fake_engine
 
 from benchmarks.peers.engines import Engine, EngineError
 
-LOAD = {"model": "somewhere/model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
+LOAD = {"model": "somewhere/model", "encoding": "int4", "num_threads": 2, "max_length": 64, "num_prompts": 1}
 
 
 def start_engine(tmp_path: Path, fault: str = "", watch_memory: bool = False) -> Engine:
@@ -37,12 +37,14 @@ def wait_for_state(pid: int, expected: str) -> bool:
     return False
 
 
-def test_answers_have_tokens_times_and_versions_without_prints_of_the_driver(tmp_path: Path) -> None:
+def test_answers_have_tokens_and_times_and_printed_lines_go_to_the_log(tmp_path: Path) -> None:
     with start_engine(tmp_path) as engine:
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
-        assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # the time until the first of two outputs
-        assert answer["num_first"] == 2
+        assert (
+            0 <= answer["first_output_seconds"] <= answer["total_seconds"] - 0.01
+        )  # the fake engine waits 0.01 s between its two outputs
+        assert answer["num_first_tokens"] == 2
         assert engine.generate([[1]], 1)["tokens"] == [[2]]
         assert engine.versions["python"] == ".".join(map(str, sys.version_info[:3]))
         assert engine.versions["pytest"] == pytest.__version__
@@ -61,7 +63,7 @@ def test_engine_and_children_are_suspended_between_requests_and_end_together(tmp
     assert wait_for_state(child_pid, "Z")
 
 
-def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> None:
+def test_error_of_an_ended_engine_shows_exit_status_and_log(tmp_path: Path) -> None:
     with (
         start_engine(tmp_path, "dies") as engine,
         pytest.raises(
@@ -116,10 +118,9 @@ def test_log_of_an_earlier_engine_is_replaced(tmp_path: Path) -> None:
     assert "yesterday" not in (tmp_path / "log").read_text()
 
 
-def test_environment_is_passed_on_except_thread_settings(
+def test_engine_inherits_the_environment_except_openmp_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables that tune the threads of this process are not passed on."""
     monkeypatch.setenv("GOMP_SPINCOUNT", "100")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("PEER_OWN", "own")

@@ -60,7 +60,7 @@ module("max.pipelines.modeling.types", RequestID=object, TextGenerationRequest=R
 def start_engine(folder: Path, model: str, encoding: str) -> Engine:
     (folder / "max").mkdir()
     (folder / "max" / "__init__.py").write_text(FAKE_MAX)
-    load = {"model": model, "encoding": encoding, "threads": 1, "max_length": 192, "prompts": 2}
+    load = {"model": model, "encoding": encoding, "num_threads": 1, "max_length": 192, "num_prompts": 2}
     command = [sys.executable, "-m", f"benchmarks.peers.drivers.{PEERS['max'].driver}"]
     return Engine(command, load, {"PYTHONPATH": f"{ROOT}:{folder}"}, folder / "log")
 
@@ -75,8 +75,8 @@ def test_driver_passes_prompts_and_returns_token_ids(tmp_path: Path) -> None:
     with start_engine(tmp_path, "somewhere/model", "float32") as driver:
         answer = driver.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
-        assert 0 < answer["first"] < answer["seconds"]
-        assert answer["num_first"] == 1
+        assert 0 < answer["first_output_seconds"] < answer["total_seconds"]
+        assert answer["num_first_tokens"] == 1
         # The driver has one thread, which runs on one CPU.
         assert os.sched_getaffinity(driver.process_id) == {min(os.sched_getaffinity(0))}
     load_call, generate_call = logged_calls(tmp_path)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.codecs import FOLDER, REFERENCES, load_reference
-from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, fake_codec_catalog, write_tiny_speech
+from support.codecs import CODEC_REFERENCES, REFERENCES, load_reference
+from support.tiny_speech import CODES_PER_FRAME, FakeCodec, fake_codec_catalog, write_tiny_speech
 
 from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
 from penstock.codecs import CodecChunk
@@ -77,7 +77,7 @@ def decode_at_once(model: SpeechModel, context: TTSContext) -> np.ndarray:
     return samples.numpy()
 
 
-@pytest.fixture(scope="module", params=[*CODES])
+@pytest.fixture(scope="module", params=[*CODES_PER_FRAME])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpeechModel:
     folder = tmp_path_factory.mktemp("models") / request.param
     return SpeechModel(write_tiny_speech(folder, request.param))
@@ -107,7 +107,7 @@ def test_streamed_audio_equals_decoding_at_once_for_each_chunk_size(
         expected = decode_at_once(model, context)
         assert len(expected) > 20
         np.testing.assert_array_equal(np.concatenate(chunks), expected)
-        sizes = [len(chunk) // SAMPLES_PER_FRAME for chunk in chunks]
+        sizes = [len(chunk) // FakeCodec.samples_per_frame for chunk in chunks]
         if num_steps == 1:
             assert all(size == chunk_frames for size in sizes[:-1])
 
@@ -266,7 +266,7 @@ def test_an_incomplete_last_frame_is_dropped(tmp_path: Path) -> None:
     [chunks] = model.run([context]).values()
     num_dropped = context.num_dropped_tokens
     assert num_dropped >= 20 % 3
-    assert sum(map(len, chunks)) == (20 - num_dropped) // 3 * SAMPLES_PER_FRAME
+    assert sum(map(len, chunks)) == (20 - num_dropped) // 3 * FakeCodec.samples_per_frame
 
 
 def test_an_output_without_speech_codes_is_an_error(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_real_codecs_stream_within_their_tolerance(name: str, tmp_path: Path) ->
     if name == "snac":
         num_codes = load_reference(codec).codes_per_frame
     folder = write_tiny_speech(tmp_path / "m", speech_format, num_codes=num_codes, max_characters=60)
-    model = SpeechModel(folder, codec=str(FOLDER / codec))
+    model = SpeechModel(folder, codec=str(CODEC_REFERENCES / codec))
     params = {"max_new_tokens": 150, "min_new_tokens": 140}
     for chunk_frames in (3, 16):
         model.pipeline._stream_sizes = ChunkSizes(chunk_frames, 2 * chunk_frames)

@@ -216,7 +216,7 @@ class FixedProposer:
         return drafts
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
         pass
 

@@ -113,13 +113,15 @@ def open_from_values(values: Mapping[str, Any]) -> TextGenerationPipeline:
     return pipeline
 
 
-def make_named_context(name: str, tokens: Sequence[int], max_new: int = 12, **fields: Any) -> TextContext:
+def make_named_context(
+    name: str, tokens: Sequence[int], max_new_tokens: int = 12, **fields: Any
+) -> TextContext:
     fields.setdefault("eos_token_ids", {EOS})
     fields.setdefault("ignore_eos", not fields["eos_token_ids"])
     return TextContext(
         prompt="",
         tokens=np.array(tokens, np.int64),
-        max_length=len(tokens) + max_new,
+        max_length=len(tokens) + max_new_tokens,
         request_id=name,
         **fields,
     )
@@ -460,7 +462,7 @@ def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationP
 def test_outputs_with_adapters_equal_the_synchronous_loop(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
-    """Two adapters share one slot. Loading one overwrites the slot while requests of the other finish."""
+    """Two adapters share one slot. Loading an adapter must not affect running requests of the other one."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
@@ -699,7 +701,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     grammar = draw(st.sampled_from([None, None, *GRAMMARS.values()]))
     return {
         "tokens": draw(st.lists(st.integers(0, 3), min_size=1, max_size=50)),
-        "max_new": draw(st.integers(1, 30)),
+        "max_new_tokens": draw(st.integers(1, 30)),
         "adapter": draw(st.sampled_from([None, "tone", "other"])),
         "grammar": grammar,
         "priority": draw(st.integers(0, 1)),

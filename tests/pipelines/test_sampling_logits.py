@@ -246,7 +246,7 @@ operations = st.lists(
 @given(operations=operations, with_prompt=st.booleans())
 def test_token_counts_equal_a_recount(operations: list[tuple[str, int]], with_prompt: bool) -> None:
     params = SamplingParams(repetition_penalty=1.5 if with_prompt else 1.0, presence_penalty=1.0)
-    context = make_context([4, 5, 5], max_new=500, sampling_params=params)
+    context = make_context([4, 5, 5], max_new_tokens=500, sampling_params=params)
     for operation, number in operations:
         if operation == "update":
             context.update(number)
@@ -270,7 +270,7 @@ def test_token_counts_equal_a_recount(operations: list[tuple[str, int]], with_pr
 
 
 def test_new_tokens_are_counted_incrementally() -> None:
-    context = make_context([1], max_new=2000, sampling_params=SamplingParams(presence_penalty=1.0))
+    context = make_context([1], max_new_tokens=2000, sampling_params=SamplingParams(presence_penalty=1.0))
     counts = context.token_counts
     for token in np.random.default_rng(0).integers(0, 900, 1500).tolist():
         context.update(token)

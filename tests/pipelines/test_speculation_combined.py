@@ -67,7 +67,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     banned_sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
     return {
         "tokens": prompt,
-        "max_new": draw(st.integers(1, 40)),
+        "max_new_tokens": draw(st.integers(1, 40)),
         "adapter": draw(st.sampled_from([None, "tone"])),
         "grammar": grammar,
         "log_probabilities": draw(st.sampled_from([None, 2])),
@@ -88,11 +88,11 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def make_request_context(number: int, request: dict[str, Any]) -> TextContext:
-    fields = {name: value for name, value in request.items() if name not in ("tokens", "max_new")}
+    fields = {name: value for name, value in request.items() if name not in ("tokens", "max_new_tokens")}
     return TextContext(
         prompt="",
         tokens=np.array(request["tokens"]),
-        max_length=len(request["tokens"]) + request["max_new"],
+        max_length=len(request["tokens"]) + request["max_new_tokens"],
         eos_token_ids={EOS},
         request_id=str(number),
         **fields,

@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength` on simulated machines: drafts are as long as makes decoding fastest."""
+"""`AdaptiveDraftLength` on simulated machines: the chosen draft lengths maximize the decoding speed."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ class SimulatedMachine:
         """Run a step. Return the draft lengths, the number of output tokens, and the seconds."""
         draft_lengths = self.policy.lengths(self.contexts, [self.max_drafts] * len(self.contexts))
         drafts = [[0] * draft_length for draft_length in draft_lengths]
-        accepted = [
-            self._accepted(acceptance_rate, draft_length)
+        num_accepted = [
+            self._draw_num_accepted(acceptance_rate, draft_length)
             for acceptance_rate, draft_length in zip(self.acceptance_rates, draft_lengths, strict=True)
         ]
         rows = len(draft_lengths) + sum(draft_lengths)
         slowdown = 1 + self.noise * self.random.random() ** 4 * 5
         forward_seconds, proposal_seconds = self.cost(rows) * slowdown, max(draft_lengths) * self.draft_cost
         self.policy.record_step(rows, max(draft_lengths), forward_seconds, proposal_seconds)
-        self.policy.observe(self.contexts, drafts, accepted)
-        return draft_lengths, len(draft_lengths) + sum(accepted), forward_seconds + proposal_seconds
+        self.policy.observe(self.contexts, drafts, num_accepted)
+        return draft_lengths, len(draft_lengths) + sum(num_accepted), forward_seconds + proposal_seconds
 
     def run(self, steps: int) -> tuple[list[float], float]:
         """Run steps. Return the mean draft length of each context, and the tokens per second."""
-        total, tokens, seconds = [0] * len(self.acceptance_rates), 0, 0.0
+        total_lengths, tokens, seconds = [0] * len(self.acceptance_rates), 0, 0.0
         for _ in range(steps):
             draft_lengths, num_tokens, duration = self.step()
-            total = [a + b for a, b in zip(total, draft_lengths, strict=True)]
+            total_lengths = [a + b for a, b in zip(total_lengths, draft_lengths, strict=True)]
             tokens, seconds = tokens + num_tokens, seconds + duration
-        return [draft_length / steps for draft_length in total], tokens / seconds
+        return [draft_length / steps for draft_length in total_lengths], tokens / seconds
 
-    def _accepted(self, acceptance_rate: float, draft_length: int) -> int:
+    def _draw_num_accepted(self, acceptance_rate: float, draft_length: int) -> int:
         count = 0
         while count < draft_length and self.random.random() < acceptance_rate:
             count += 1
@@ -187,8 +187,8 @@ def test_limits_are_respected_and_released_contexts_leave_no_state() -> None:
 def test_costs_of_unmeasured_row_counts_are_estimated() -> None:
     costs = StepCosts()
 
-    def seconds(num_rows: int, depth: int) -> float:
-        return float(costs.seconds(np.array([num_rows]), np.array([depth]))[0])
+    def seconds(num_rows: int, longest_draft: int) -> float:
+        return float(costs.seconds(np.array([num_rows]), np.array([longest_draft]))[0])
 
     assert seconds(9, 0) > seconds(1, 0)
     costs.add(2, 0, 1.0, 0.0)

@@ -279,7 +279,7 @@ def test_a_draft_model_with_another_tokenizer_or_vocabulary_size_is_refused(
     open_with_draft(target, tmp_path)
     values = json.loads((noisy_draft / "config.json").read_text()) | {"vocab_size": 131}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="one has 130 tokens, the other 131"):
+    with pytest.raises(ConfigError, match="the target has 130 tokens, the draft model 131"):
         open_with_draft(target, tmp_path)
 
 

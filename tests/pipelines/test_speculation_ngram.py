@@ -101,9 +101,9 @@ def test_each_token_is_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.pipelines.speculative import ngram
 
     indexed_counts: list[int] = []
-    extend = ngram._Index.extend
+    extend = ngram._NGramIndex.extend
     monkeypatch.setattr(
-        ngram._Index,
+        ngram._NGramIndex,
         "extend",
         lambda self, tokens: (indexed_counts.append(len(tokens)), extend(self, tokens))[1],
     )

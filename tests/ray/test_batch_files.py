@@ -39,9 +39,9 @@ def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     chunks, pending_ids = pending_chunks(path, {"b"}, 2)
     assert pending_ids == {"a", "line-4", "ä", "line-6", "c"}
-    assert [chunk.numbers for chunk in chunks] == [[1, 4], [5, 6], [7]]
+    assert [chunk.line_numbers for chunk in chunks] == [[1, 4], [5, 6], [7]]
     rows = [row for chunk in chunks for row in read_chunk(path, chunk)]
-    assert [row["line"].decode().strip() for row in rows] == [lines[row["number"] - 1] for row in rows]
+    assert [row["line"].decode().strip() for row in rows] == [lines[row["line_number"] - 1] for row in rows]
     assert pending_chunks(path, pending_ids | {"b"}, 2) == ([], set())
 
 
@@ -102,5 +102,5 @@ def test_parquet_files_hold_requests_and_results_and_invalid_files_are_refused(t
     (row,) = read_table(tmp_path / "out.parquet").to_pylist()
     assert row == {"custom_id": "a", "status_code": None, "body": None, "error": '{"code":"bad"}'}
     (tmp_path / "out.parquet" / "notes").touch()
-    with pytest.raises(InputError, match="'notes', which is no part"):
+    with pytest.raises(InputError, match="'notes', which is not a batch result"):
         remove_output(tmp_path / "out.parquet")

@@ -69,11 +69,11 @@ class LocalReplicas:
         self.num_resets = 0
         self._turns = cycle(range(len(self.replicas)))
 
-    async def generate(self, frames: Sequence[bytes], replica: str) -> AsyncIterator[bytes]:
-        uses_preferred = self.honours_preference and replica
-        number = int(replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
+    async def generate(self, frames: Sequence[bytes], preferred_replica: str) -> AsyncIterator[bytes]:
+        uses_preferred = self.honours_preference and preferred_replica
+        number = int(preferred_replica.removeprefix("replica ")) if uses_preferred else next(self._turns)
         self.used_replicas.append(number)
-        self.preferred_replicas.append(replica)
+        self.preferred_replicas.append(preferred_replica)
         if number in self.lost_replicas:
             raise ReplicaLostError(f"replica {number} is lost")
         num_messages_left = self.messages_before_loss.get(number)
@@ -205,9 +205,9 @@ async def test_a_request_with_a_grammar_fails_if_its_replica_is_lost_after_its_f
 
 
 async def test_prompts_with_a_common_prefix_share_a_replica() -> None:
-    """The router reads the blocks of a replica from its reports.
+    """The engine reads the cached blocks of a replica from the replica's reports.
 
-    Until the next report, it adds the blocks of the requests that it has sent to the replica.
+    Until the next report, the blocks of requests that were sent to the replica also count as cached.
     """
 
     def make_caching_pipeline() -> FakePipeline:
@@ -292,7 +292,7 @@ async def test_all_controls_except_the_prefix_cache_reset_are_refused() -> None:
             with pytest.raises(UnsupportedFeatureError, match="on Ray is not supported"):
                 await control
         with pytest.raises(UnsupportedFeatureError, match="cache events"):
-            engine.watch_cache(lambda number, events: None)
+            engine.watch_cache(lambda worker, events: None)
 
 
 async def test_totals_include_lost_replicas() -> None:

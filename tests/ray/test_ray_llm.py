@@ -88,7 +88,8 @@ def test_the_openai_application_serves_requests_and_routes_prompts_by_prefix(
         with refusal.value as error:
             assert error.code == 400
             assert "top_p" in error.read().decode()
-        # Ray's router sends a prompt to the replica with its prefix. A random router would find half of them.
+        # Ray's router sends a prompt to the replica that has its prefix. With a random choice of the replica,
+        # half of the prefixes would not be found.
         cached_counts = []
         for chapter in range(2):
             for group in range(8):

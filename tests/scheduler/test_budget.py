@@ -10,27 +10,27 @@ from penstock.scheduler.budget import decode_rows, prompt_rows, smallest_chunk
 
 
 @pytest.mark.parametrize(
-    ("num_remaining", "budget", "num_later_contexts", "rows"),
+    ("num_remaining_tokens", "budget", "num_later_contexts", "rows"),
     [(1, 8, 7, 1), (1, 1, 0, 1), (5, 8, 2, 5), (5, 8, 5, 3)],
 )
 def test_decode_rows_reserve_one_row_for_each_later_context(
-    num_remaining: int, budget: int, num_later_contexts: int, rows: int
+    num_remaining_tokens: int, budget: int, num_later_contexts: int, rows: int
 ) -> None:
-    assert decode_rows(num_remaining, budget, num_later_contexts) == rows
+    assert decode_rows(num_remaining_tokens, budget, num_later_contexts) == rows
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 20))
-def test_each_generating_context_gets_a_row(num_remaining: list[int], num_spare_rows: int) -> None:
-    budget = len(num_remaining) + num_spare_rows
-    for index, tokens in enumerate(num_remaining):
-        rows = decode_rows(tokens, budget, len(num_remaining) - index - 1)
+def test_each_generating_context_gets_a_row(num_remaining_tokens: list[int], num_spare_rows: int) -> None:
+    budget = len(num_remaining_tokens) + num_spare_rows
+    for index, tokens in enumerate(num_remaining_tokens):
+        rows = decode_rows(tokens, budget, len(num_remaining_tokens) - index - 1)
         assert 1 <= rows <= tokens
         budget -= rows
     assert budget >= 0
 
 
 @pytest.mark.parametrize(
-    ("num_remaining", "budget", "may_cut", "rows"),
+    ("num_remaining_tokens", "budget", "may_cut", "rows"),
     [
         (5, 8, True, 5),
         (8, 8, False, 8),
@@ -42,9 +42,9 @@ def test_each_generating_context_gets_a_row(num_remaining: list[int], num_spare_
     ],
 )
 def test_prompt_rows_are_the_whole_prompt_or_a_chunk_or_zero(
-    num_remaining: int, budget: int, may_cut: bool, rows: int
+    num_remaining_tokens: int, budget: int, may_cut: bool, rows: int
 ) -> None:
-    assert prompt_rows(num_remaining, budget, 4, may_cut=may_cut) == rows
+    assert prompt_rows(num_remaining_tokens, budget, 4, may_cut=may_cut) == rows
 
 
 def test_the_smallest_chunk_fits_into_the_budget_with_a_full_batch() -> None:

@@ -50,11 +50,11 @@ class SchedulerRun:
         self.expected: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
 
-    def submit(self, name: str, prompt: int | list[int], max_new: int, **fields: Any) -> TextContext:
+    def submit(self, name: str, prompt: int | list[int], max_new_tokens: int, **fields: Any) -> TextContext:
         """Submit a request. An int as ``prompt`` is a number of tokens that occur in no other request."""
         if isinstance(prompt, int):
             prompt = [ord(name)] * prompt
-        context = text_context(prompt, max_length=len(prompt) + max_new, request_id=name, **fields)
+        context = text_context(prompt, max_length=len(prompt) + max_new_tokens, request_id=name, **fields)
         self.contexts[name], self.expected[name] = context, expected_output_tokens(context)
         self.scheduler.submit(context)
         self.tokens[name] = []
@@ -92,7 +92,7 @@ class SchedulerRun:
 
 def test_a_prompt_takes_one_step_and_each_further_token_takes_one_step() -> None:
     run = SchedulerRun()
-    run.submit("a", 5, max_new=3)
+    run.submit("a", 5, max_new_tokens=3)
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
     assert run.pipeline.released == ["a"]
@@ -101,9 +101,9 @@ def test_a_prompt_takes_one_step_and_each_further_token_takes_one_step() -> None
 
 def test_requests_join_and_leave_between_steps() -> None:
     run = SchedulerRun()
-    run.submit("a", 5, max_new=3)
+    run.submit("a", 5, max_new_tokens=3)
     assert run.step() == [{"a": 5}]
-    run.submit("b", 6, max_new=3)
+    run.submit("b", 6, max_new_tokens=3)
     assert run.finish() == [{"a": 1, "b": 6}, {"a": 1, "b": 1}, {"b": 1}]
 
 
@@ -111,7 +111,7 @@ def test_a_request_ends_at_its_end_of_sequence() -> None:
     run = SchedulerRun()
     prompt = [1, 2, 3]
     third_token = expected_output_tokens(text_context(prompt, max_length=6))[2]
-    run.submit("a", prompt, max_new=50, eos_token_ids={third_token})
+    run.submit("a", prompt, max_new_tokens=50, eos_token_ids={third_token})
     assert len(run.finish()) == 3
     assert len(run.tokens["a"]) == 2
 
@@ -119,16 +119,16 @@ def test_a_request_ends_at_its_end_of_sequence() -> None:
 def test_requests_are_admitted_in_order_of_arrival() -> None:
     run = SchedulerRun(max_batch_size=2)
     for name in "abc":
-        run.submit(name, 3, max_new=2)
+        run.submit(name, 3, max_new_tokens=2)
     assert run.finish() == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
 
 
 def test_higher_priorities_are_admitted_first() -> None:
     run = SchedulerRun(max_batch_size=1)
-    run.submit("a", 3, max_new=1)
-    run.submit("b", 3, max_new=1, priority=1)
-    run.submit("c", 3, max_new=1, priority=-1)
-    run.submit("d", 3, max_new=1, priority=1)
+    run.submit("a", 3, max_new_tokens=1)
+    run.submit("b", 3, max_new_tokens=1, priority=1)
+    run.submit("c", 3, max_new_tokens=1, priority=-1)
+    run.submit("d", 3, max_new_tokens=1, priority=1)
     assert [list(rows) for rows in run.finish()] == [["b"], ["d"], ["a"], ["c"]]
 
 
@@ -137,39 +137,39 @@ def test_higher_priorities_are_admitted_first() -> None:
 
 def test_only_the_last_chunk_of_a_prompt_gives_an_output_token() -> None:
     run = SchedulerRun()
-    run.submit("a", 36, max_new=2)
+    run.submit("a", 36, max_new_tokens=2)
     assert run.finish() == [{"a": 16}, {"a": 16}, {"a": 4}, {"a": 1}]
     assert len(run.tokens["a"]) == 2
 
 
 def test_decoding_continues_while_a_long_prompt_is_computed() -> None:
     run = SchedulerRun()
-    run.submit("a", 3, max_new=5)
+    run.submit("a", 3, max_new_tokens=5)
     run.step()
-    run.submit("b", 40, max_new=1)
+    run.submit("b", 40, max_new_tokens=1)
     assert run.finish() == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}, {"a": 1}]
 
 
 def test_the_remaining_budget_goes_to_the_next_prompt_if_it_is_a_minimum_chunk() -> None:
     run = SchedulerRun()
-    run.submit("a", 10, max_new=1)
-    run.submit("b", 10, max_new=1)
-    run.submit("c", 14, max_new=1)
+    run.submit("a", 10, max_new_tokens=1)
+    run.submit("b", 10, max_new_tokens=1)
+    run.submit("c", 14, max_new_tokens=1)
     # Step 1 has room for 6 tokens of b. Step 2 has the last 4 tokens of b and 12 tokens of c.
     assert run.finish() == [{"a": 10, "b": 6}, {"b": 4, "c": 12}, {"c": 2}]
     run = SchedulerRun(min_chunk_size=7)
-    run.submit("a", 10, max_new=1)
-    run.submit("b", 10, max_new=1)
+    run.submit("a", 10, max_new_tokens=1)
+    run.submit("b", 10, max_new_tokens=1)
     assert run.finish() == [{"a": 10}, {"b": 10}]
 
 
 def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
     run = SchedulerRun(whole_prompts=True)
     for name, length in (("a", 6), ("b", 40), ("c", 10), ("d", 7)):
-        run.submit(name, length, max_new=1)
+        run.submit(name, length, max_new_tokens=1)
     assert run.finish() == [{"a": 6}, {"b": 40}, {"c": 10}, {"d": 7}]
     for name, length in (("e", 6), ("f", 10), ("g", 16), ("h", 17)):
-        run.submit(name, length, max_new=1)
+        run.submit(name, length, max_new_tokens=1)
     assert run.finish() == [{"e": 6, "f": 10}, {"g": 16}, {"h": 17}]
     assert not run.scheduler.failures
 
@@ -177,47 +177,47 @@ def test_an_unchunked_prompt_above_the_budget_runs_in_a_separate_step() -> None:
 def test_no_request_overtakes_a_prompt_whose_chunk_does_not_fit() -> None:
     run = SchedulerRun(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
-        run.submit(name, length, max_new=1)
+        run.submit(name, length, max_new_tokens=1)
     assert run.finish() == [{"a": 12}, {"b": 9, "c": 2}]
 
 
 def test_a_prompt_of_higher_priority_overtakes_a_running_prompt() -> None:
     run = SchedulerRun()
-    run.submit("a", 40, max_new=1)
+    run.submit("a", 40, max_new_tokens=1)
     run.step()
-    run.submit("b", 20, max_new=1, priority=1)
+    run.submit("b", 20, max_new_tokens=1, priority=1)
     assert run.finish() == [{"b": 16}, {"b": 4, "a": 12}, {"a": 12}]
 
 
 def test_a_prompt_progresses_in_each_step_of_a_full_batch() -> None:
     run = SchedulerRun(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
     for name in "abc":
-        run.submit(name, 2, max_new=8)
+        run.submit(name, 2, max_new_tokens=8)
     run.step()
-    run.submit("d", 9, max_new=1)
+    run.submit("d", 9, max_new_tokens=1)
     assert [rows["d"] for rows in run.finish() if "d" in rows] == [3, 3, 3]
 
 
 def test_an_unchunked_prompt_waits_until_it_fits() -> None:
     run = SchedulerRun(enable_chunked_prefill=False)
-    run.submit("a", 3, max_new=3)
+    run.submit("a", 3, max_new_tokens=3)
     run.step()
-    run.submit("b", 16, max_new=1)
-    run.submit("c", 2, max_new=1)
+    run.submit("b", 16, max_new_tokens=1)
+    run.submit("c", 2, max_new_tokens=1)
     assert run.finish() == [{"a": 1}, {"a": 1}, {"b": 16}, {"c": 2}]
 
 
 def test_a_batch_is_no_larger_than_the_budget() -> None:
     run = SchedulerRun(max_batch_size=9, max_batch_input_tokens=3)
     for name in "abcd":
-        run.submit(name, 1, max_new=2)
+        run.submit(name, 1, max_new_tokens=2)
     assert run.finish() == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"d": 1}, {"d": 1}]
 
 
 def test_forced_tokens_are_computed_with_the_next_token() -> None:
     run = SchedulerRun(max_batch_input_tokens=5)
-    a = run.submit("a", 2, max_new=9)
-    run.submit("b", 2, max_new=4)
+    a = run.submit("a", 2, max_new_tokens=9)
+    run.submit("b", 2, max_new_tokens=4)
     run.step()
     for token in range(5):
         a.jump_ahead(token)
@@ -230,8 +230,8 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
 @pytest.mark.parametrize("num_steps", [1, 3, 99])
 def test_a_call_with_a_prompt_chunk_runs_only_one_step(num_steps: int) -> None:
     run = SchedulerRun()
-    run.submit("a", 3, max_new=8)
-    run.submit("b", 20, max_new=9)  # runs as two chunks
+    run.submit("a", 3, max_new_tokens=8)
+    run.submit("b", 20, max_new_tokens=9)  # runs as two chunks
     trace = run.finish(num_steps)
     assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
     assert [rows["a"] for rows in trace if "a" in rows] == [3, *[1] * 7]
@@ -239,16 +239,16 @@ def test_a_call_with_a_prompt_chunk_runs_only_one_step(num_steps: int) -> None:
 
 def test_a_call_of_multiple_steps_ends_with_the_shortest_output() -> None:
     run = SchedulerRun()
-    run.submit("a", 3, max_new=2)
-    run.submit("b", 3, max_new=6)
+    run.submit("a", 3, max_new_tokens=2)
+    run.submit("b", 3, max_new_tokens=6)
     assert run.step(4) == [{"a": 3, "b": 3}, {"a": 1, "b": 1}]
     assert run.step(4) == [{"b": 1}] * 4
 
 
 def test_a_call_of_multiple_steps_preempts_no_request() -> None:
     run = SchedulerRun(4)
-    run.submit("a", 4, max_new=5)
-    run.submit("b", 4, max_new=3)
+    run.submit("a", 4, max_new_tokens=5)
+    run.submit("b", 4, max_new_tokens=3)
     run.finish(4)
     assert run.scheduler.num_preemptions == 0
 
@@ -259,9 +259,9 @@ def test_a_call_of_multiple_steps_preempts_no_request() -> None:
 def test_a_cached_prefix_is_not_recomputed() -> None:
     run = SchedulerRun()
     prompt = list(range(1, 11))
-    run.submit("a", prompt, max_new=1)
+    run.submit("a", prompt, max_new_tokens=1)
     run.finish()
-    b = run.submit("b", [*prompt, 11, 12], max_new=1)
+    b = run.submit("b", [*prompt, 11, 12], max_new_tokens=1)
     assert run.finish() == [{"b": 4}]
     assert b.num_cached_tokens == 8
 
@@ -270,8 +270,8 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
     run = SchedulerRun()
     prompt = list(range(1, 25))
     for name in "abc":
-        run.submit(name, prompt, max_new=2)
-    run.submit("d", 3, max_new=2)  # d overtakes b and c, which wait for the prefix
+        run.submit(name, prompt, max_new_tokens=2)
+    run.submit("d", 3, max_new_tokens=2)  # d overtakes b and c, which wait for the prefix
     assert run.finish() == [
         {"a": 16},
         {"a": 8, "d": 3},
@@ -283,8 +283,8 @@ def test_equal_concurrent_prompts_are_computed_once() -> None:
 def test_a_request_stops_waiting_when_the_request_that_computes_its_prefix_ends() -> None:
     run = SchedulerRun()
     prompt = list(range(1, 25))
-    run.submit("a", prompt, max_new=2)
-    run.submit("b", prompt, max_new=2)
+    run.submit("a", prompt, max_new_tokens=2)
+    run.submit("b", prompt, max_new_tokens=2)
     assert run.step() == [{"a": 16}]
     run.scheduler.cancel("a")
     assert run.finish() == [{"b": 8}, {"b": 1}]
@@ -295,17 +295,17 @@ def test_a_request_stops_waiting_when_the_request_that_computes_its_prefix_ends(
 
 def test_a_prompt_waits_until_its_blocks_are_free() -> None:
     run = SchedulerRun(6)
-    run.submit("a", 12, max_new=3)
-    run.submit("b", 12, max_new=1)  # three blocks are free, but one is reserved for a
-    run.submit("c", 2, max_new=1)  # c would fit, but must not overtake b
+    run.submit("a", 12, max_new_tokens=3)
+    run.submit("b", 12, max_new_tokens=1)  # three blocks are free, but one is reserved for a
+    run.submit("c", 2, max_new_tokens=1)  # c would fit, but must not overtake b
     assert run.finish() == [{"a": 12}, {"a": 1}, {"a": 1}, {"b": 12, "c": 2}]
     assert run.scheduler.num_preemptions == 0
 
 
 def test_the_youngest_request_is_preempted_and_its_output_does_not_change() -> None:
     run = SchedulerRun(5)
-    run.submit("a", 4, max_new=12)
-    run.submit("b", 4, max_new=12)
+    run.submit("a", 4, max_new_tokens=12)
+    run.submit("b", 4, max_new_tokens=12)
     trace = run.finish()
     assert trace[:5] == [{"a": 4, "b": 4}, *[{"a": 1, "b": 1}] * 4]
     # Both have two blocks. In step 6 both need a third block: a gets the last free block, and b is
@@ -318,28 +318,28 @@ def test_the_youngest_request_is_preempted_and_its_output_does_not_change() -> N
 
 def test_the_request_of_the_lowest_priority_is_preempted_first() -> None:
     run = SchedulerRun(5)
-    run.submit("a", 4, max_new=12, priority=-1)
-    run.submit("b", 4, max_new=12)
+    run.submit("a", 4, max_new_tokens=12, priority=-1)
+    run.submit("b", 4, max_new_tokens=12)
     trace = run.finish()
     assert [list(rows) for rows in trace[5:12]] == [["b"]] * 7
 
 
 def test_a_preempted_context_keeps_its_position_in_the_queue() -> None:
     run = SchedulerRun(5, max_batch_size=2)
-    run.submit("a", 4, max_new=12)
-    run.submit("b", 4, max_new=12)
+    run.submit("a", 4, max_new_tokens=12)
+    run.submit("b", 4, max_new_tokens=12)
     for _ in range(6):
         run.step()
     assert run.scheduler.num_preemptions == 1
-    run.submit("c", 4, max_new=1)
+    run.submit("c", 4, max_new_tokens=1)
     later_steps = run.finish()
     assert [list(rows) for rows in later_steps[:7]] == [["a"]] * 6 + [["b", "c"]]
 
 
 def test_tokens_reused_after_a_preemption_do_not_count_as_cached() -> None:
     run = SchedulerRun(14, max_batch_input_tokens=2)
-    run.submit("a", 4, max_new=30)
-    run.submit("b", 40, max_new=1)  # b is preempted before its prompt is computed
+    run.submit("a", 4, max_new_tokens=30)
+    run.submit("b", 40, max_new_tokens=1)  # b is preempted before its prompt is computed
     run.finish()
     assert run.scheduler.num_preemptions == 1
     starts = [starts["b"] for starts in run.pipeline.starts if "b" in starts]
@@ -351,8 +351,8 @@ def test_tokens_reused_after_a_preemption_do_not_count_as_cached() -> None:
 def test_a_prompt_that_lacks_blocks_waits_while_others_decode() -> None:
     ready_names = {"b"}
     run = SchedulerRun(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready_names)
-    run.submit("a", 24, max_new=1)
-    run.submit("b", 4, max_new=12)
+    run.submit("a", 24, max_new_tokens=1)
+    run.submit("b", 4, max_new_tokens=12)
     trace = run.step() + run.step() + run.step()
     ready_names.add("a")  # a is older than b, and its prompt fits into the blocks that are free now
     trace += run.finish()
@@ -363,8 +363,8 @@ def test_a_prompt_that_lacks_blocks_waits_while_others_decode() -> None:
 
 def test_all_tokens_of_a_preempted_context_are_a_prompt() -> None:
     run = SchedulerRun(7, max_batch_input_tokens=4, caching=False)
-    run.submit("a", 4, max_new=12)
-    run.submit("b", 4, max_new=20)
+    run.submit("a", 4, max_new_tokens=12)
+    run.submit("b", 4, max_new_tokens=20)
     while not run.scheduler.num_preemptions:
         run.step()
     preempted = run.contexts["b"]
@@ -372,15 +372,15 @@ def test_all_tokens_of_a_preempted_context_are_a_prompt() -> None:
     assert preempted.is_initial_prompt
     while run.step() != [{"b": 4}]:
         pass
-    run.submit("c", 4, max_new=1, priority=1)
+    run.submit("c", 4, max_new_tokens=1, priority=1)
     assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
 
 
 def test_all_tokens_of_a_context_preempted_between_chunks_are_a_prompt() -> None:
     run = SchedulerRun(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
-    preempted = run.submit("a", 6, max_new=1)
+    preempted = run.submit("a", 6, max_new_tokens=1)
     run.step()
-    run.submit("b", 14, max_new=8, priority=1)
+    run.submit("b", 14, max_new_tokens=8, priority=1)
     while not run.scheduler.num_preemptions:
         run.step()
     assert (preempted.start_idx, preempted.active_idx, preempted.end_idx) == (0, 6, 6)
@@ -389,7 +389,7 @@ def test_all_tokens_of_a_context_preempted_between_chunks_are_a_prompt() -> None
 
 def test_all_tokens_of_a_context_beyond_its_key_limit_are_recomputed() -> None:
     run = SchedulerRun(key_limits=(7,), caching=False)
-    run.submit("a", 5, max_new=6)
+    run.submit("a", 5, max_new_tokens=6)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}, {"a": 8}, {"a": 1}, {"a": 1}]
     assert run.scheduler.num_preemptions == 0
 
@@ -397,15 +397,15 @@ def test_all_tokens_of_a_context_beyond_its_key_limit_are_recomputed() -> None:
 @pytest.mark.parametrize("num_steps", [2, 3, 100])
 def test_a_call_of_multiple_steps_ends_at_the_key_limit(num_steps: int) -> None:
     run = SchedulerRun(key_limits=(7,), caching=False)
-    run.submit("a", 4, max_new=9)
+    run.submit("a", 4, max_new_tokens=9)
     trace = run.finish(num_steps)
     assert [rows["a"] for rows in trace] == [4, 1, 1, 1, 8, 1, 1, 1, 1]
 
 
 def test_recomputation_beyond_the_key_limit_is_chunked_while_others_decode() -> None:
     run = SchedulerRun(key_limits=(20,), caching=False, max_batch_input_tokens=8)
-    run.submit("a", 20, max_new=4)
-    run.submit("b", 3, max_new=9)
+    run.submit("a", 20, max_new_tokens=4)
+    run.submit("b", 3, max_new_tokens=9)
     assert run.finish() == [
         {"a": 8},
         {"a": 8},
@@ -418,14 +418,14 @@ def test_recomputation_beyond_the_key_limit_is_chunked_while_others_decode() -> 
 
 def test_a_context_that_ends_at_its_key_limit_is_not_recomputed() -> None:
     run = SchedulerRun(key_limits=(7,), caching=False)
-    run.submit("a", 5, max_new=3)
+    run.submit("a", 5, max_new_tokens=3)
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
 
 
 def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
     run = SchedulerRun(key_limits=(13,), max_batch_input_tokens=64)
     for name in "abc":
-        run.submit(name, [1] * 12, max_new=5)
+        run.submit(name, [1] * 12, max_new_tokens=5)
     assert run.finish() == [
         {"a": 12},
         {"a": 1, "b": 4, "c": 4},
@@ -447,7 +447,7 @@ def test_keys_before_a_key_limit_are_not_read_beyond_it(
     rng = np.random.default_rng(len(windows) + num_steps)
     for number in range(40):
         prompt = [1] * int(rng.integers(1, 12)) + [2] * int(rng.integers(1, 12))
-        run.submit(f"{number:02}", prompt, max_new=int(rng.integers(1, 16)))
+        run.submit(f"{number:02}", prompt, max_new_tokens=int(rng.integers(1, 16)))
         for _ in range(int(rng.integers(0, 3))):
             run.step(num_steps)
     run.finish(num_steps)
@@ -457,15 +457,15 @@ def test_keys_before_a_key_limit_are_not_read_beyond_it(
 
 def test_a_high_priority_request_without_blocks_does_not_stop_a_running_prompt() -> None:
     run = SchedulerRun(8, max_batch_input_tokens=8)
-    run.submit("a", 24, max_new=1)
+    run.submit("a", 24, max_new_tokens=1)
     run.step()
-    run.submit("b", 24, max_new=1, priority=1)
+    run.submit("b", 24, max_new_tokens=1, priority=1)
     assert run.finish() == [{"a": 8}, {"a": 8}, {"b": 8}, {"b": 8}, {"b": 8}]
 
 
 def test_chunks_shrink_to_the_free_blocks_of_a_window_group() -> None:
     run = SchedulerRun(50, 5, windows=(None, 6), min_chunk_size=2)
-    run.submit("a", 30, max_new=3)
+    run.submit("a", 30, max_new_tokens=3)
     trace = run.finish()
     assert trace[:4] == [{"a": 16}, {"a": 7}, {"a": 7}, {"a": 1}]
 
@@ -473,7 +473,7 @@ def test_chunks_shrink_to_the_free_blocks_of_a_window_group() -> None:
 def test_several_long_prompts_run_with_few_blocks_of_a_window_group() -> None:
     run = SchedulerRun(50, 6, windows=(None, 6), min_chunk_size=2)
     for name in "abc":
-        run.submit(name, 30, max_new=10)
+        run.submit(name, 30, max_new_tokens=10)
     run.finish()
     assert run.tokens == run.expected
 
@@ -483,8 +483,8 @@ def test_a_prompt_fails_alone_if_blocks_are_reserved_outside_the_scheduler() -> 
     unscheduled_context = text_context([9] * 15)
     run.kv.claim(unscheduled_context)
     run.kv.reserve(unscheduled_context)
-    run.submit("a", 12, max_new=2)
-    run.submit("b", 4, max_new=2)
+    run.submit("a", 12, max_new_tokens=2)
+    run.submit("b", 4, max_new_tokens=2)
     trace = []
     while run.scheduler.has_work:
         trace += run.step()
@@ -498,7 +498,7 @@ def test_a_prompt_fails_alone_if_blocks_are_reserved_outside_the_scheduler() -> 
 
 def test_a_decoding_context_fails_if_blocks_are_reserved_outside_the_scheduler() -> None:
     run = SchedulerRun(3)
-    run.submit("a", 4, max_new=6)
+    run.submit("a", 4, max_new_tokens=6)
     run.step()
     unscheduled_context = text_context([9] * 8)
     run.kv.claim(unscheduled_context)
@@ -514,22 +514,22 @@ def test_a_decoding_context_fails_if_blocks_are_reserved_outside_the_scheduler()
 def test_a_request_that_can_never_fit_is_refused_with_its_token_and_block_counts() -> None:
     run = SchedulerRun(5)
     with pytest.raises(InputError, match=r"may take 21 tokens \(7 of them the prompt\).* 5 blocks"):
-        run.submit("a", 7, max_new=14)
-    run.submit("b", 7, max_new=13)
+        run.submit("a", 7, max_new_tokens=14)
+    run.submit("b", 7, max_new_tokens=13)
     run.finish()
 
 
 def test_a_prompt_above_the_budget_is_refused_without_chunked_prefill() -> None:
     run = SchedulerRun(enable_chunked_prefill=False)
     with pytest.raises(InputError, match="has 17 tokens, but a step computes at most 16"):
-        run.submit("a", 17, max_new=1)
+        run.submit("a", 17, max_new_tokens=1)
     assert not run.scheduler.has_work
 
 
 def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill() -> None:
     run = SchedulerRun(10, enable_chunked_prefill=False, max_batch_size=2)
-    run.submit("a", 12, max_new=20)
-    run.submit("b", 4, max_new=24)
+    run.submit("a", 12, max_new_tokens=20)
+    run.submit("b", 4, max_new_tokens=24)
     trace = run.finish()
     assert run.scheduler.num_preemptions > 0
     assert run.tokens == run.expected
@@ -538,7 +538,7 @@ def test_a_preempted_context_above_the_budget_is_chunked_without_chunked_prefill
 
 def test_an_id_in_use_is_refused() -> None:
     run = SchedulerRun()
-    run.submit("a", 3, max_new=2)
+    run.submit("a", 3, max_new_tokens=2)
     for _ in range(2):
         with pytest.raises(InputError, match="request a is already submitted"):
             run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
@@ -559,7 +559,7 @@ def test_limits_are_at_least_one(name: str) -> None:
 def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
     run = SchedulerRun(max_batch_size=2)
     for name in "abc":
-        run.submit(name, 8, max_new=9)
+        run.submit(name, 8, max_new_tokens=9)
     run.step()
     assert run.kv.num_free_blocks < 100
     run.scheduler.cancel("a")
@@ -575,8 +575,8 @@ def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
 def test_a_cancelled_waiting_context_leaves_no_state() -> None:
     run = SchedulerRun(max_batch_size=1)
     prompt = list(range(1, 20))
-    run.submit("a", prompt, max_new=1)
-    run.submit("b", prompt, max_new=1)
+    run.submit("a", prompt, max_new_tokens=1)
+    run.submit("b", prompt, max_new_tokens=1)
     run.scheduler.cancel("b")
     assert run.finish() == [{"a": 16}, {"a": 3}]
     assert run.pipeline.released == ["b", "a"]
@@ -585,8 +585,8 @@ def test_a_cancelled_waiting_context_leaves_no_state() -> None:
 
 def test_a_preempted_context_is_cancelled() -> None:
     run = SchedulerRun(5)
-    run.submit("a", 4, max_new=12)
-    run.submit("b", 4, max_new=12)
+    run.submit("a", 4, max_new_tokens=12)
+    run.submit("b", 4, max_new_tokens=12)
     for _ in range(6):
         run.step()
     assert run.scheduler.num_waiting == 1
@@ -598,7 +598,7 @@ def test_a_preempted_context_is_cancelled() -> None:
 
 def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
     run = SchedulerRun()
-    run.submit("a", 3, max_new=1)
+    run.submit("a", 3, max_new_tokens=1)
     run.finish()
     run.scheduler.cancel("a")
     run.scheduler.cancel("unknown")
@@ -614,8 +614,8 @@ def test_cancelling_an_ended_or_unknown_request_does_nothing() -> None:
 def test_a_request_that_is_not_ready_is_overtaken() -> None:
     ready_names = {"b"}
     run = SchedulerRun(ready=lambda context: context.request_id in ready_names)
-    run.submit("a", 3, max_new=1)
-    run.submit("b", 3, max_new=2)
+    run.submit("a", 3, max_new_tokens=1)
+    run.submit("b", 3, max_new_tokens=2)
     assert run.step() == [{"b": 3}]
     assert run.step() == [{"b": 1}]
     assert run.step() == []
@@ -631,8 +631,8 @@ def test_an_input_error_in_ready_ends_only_its_request() -> None:
         return True
 
     run = SchedulerRun(ready=ready)
-    run.submit("a", 3, max_new=1)
-    run.submit("b", 3, max_new=1)
+    run.submit("a", 3, max_new_tokens=1)
+    run.submit("b", 3, max_new_tokens=1)
     assert run.finish() == [{"b": 3}]
     assert str(run.scheduler.failures.pop("a")) == "the grammar does not compile"
     assert run.pipeline.released == ["a", "b"]
@@ -642,7 +642,7 @@ def test_a_step_checks_the_readiness_of_at_most_12_contexts() -> None:
     checked_names: list[str] = []
     run = SchedulerRun(ready=lambda context: bool(checked_names.append(context.request_id)), max_batch_size=3)
     for number in range(200):
-        run.submit(f"r{number}", [1], max_new=1)
+        run.submit(f"r{number}", [1], max_new_tokens=1)
     for _ in range(5):
         run.step()
         assert 0 < len(checked_names) <= 12
@@ -656,8 +656,8 @@ def test_an_internal_error_in_ready_ends_only_its_request() -> None:
         return True
 
     run = SchedulerRun(ready=ready)
-    run.submit("a", 3, max_new=1)
-    run.submit("b", 3, max_new=1)
+    run.submit("a", 3, max_new_tokens=1)
+    run.submit("b", 3, max_new_tokens=1)
     assert run.finish() == [{"b": 3}]
     error = run.scheduler.failures.pop("a")
     assert type(error) is RequestFailedError
@@ -667,8 +667,8 @@ def test_an_internal_error_in_ready_ends_only_its_request() -> None:
 
 def test_a_failed_forward_changes_no_state() -> None:
     run = SchedulerRun(isolates_faults=False)
-    run.submit("a", 20, max_new=3)
-    run.submit("b", 4, max_new=3)
+    run.submit("a", 20, max_new_tokens=3)
+    run.submit("b", 4, max_new_tokens=3)
     run.step()
     run.pipeline.failing_requests = {"b"}
     for _ in range(2):
@@ -682,7 +682,7 @@ def test_a_failed_forward_changes_no_state() -> None:
 def test_a_request_whose_forward_fails_ends_and_others_continue() -> None:
     run = SchedulerRun()
     for name in "abcd":
-        run.submit(name, 3, max_new=4)
+        run.submit(name, 3, max_new_tokens=4)
     run.step()
     run.pipeline.failing_requests = {"c"}
     # The whole batch fails, then the half with c and d, then c.
@@ -697,8 +697,8 @@ def test_a_request_whose_forward_fails_ends_and_others_continue() -> None:
 @pytest.mark.parametrize("isolates_faults", [True, False])
 def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_faults: bool) -> None:
     run = SchedulerRun(isolates_faults=isolates_faults)
-    run.submit("a", 3, max_new=3)
-    run.submit("b", 3, max_new=3)
+    run.submit("a", 3, max_new_tokens=3)
+    run.submit("b", 3, max_new_tokens=3)
     run.pipeline.invalid_outputs = {"a"}
     assert run.step() == [{"a": 3, "b": 3}]
     assert str(run.scheduler.failures.pop("a")) == "the output is invalid"
@@ -708,8 +708,8 @@ def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_fault
 
 def test_each_admission_is_reported_once() -> None:
     run = SchedulerRun(5)
-    run.submit("a", 4, max_new=12)
-    run.submit("b", 4, max_new=12)
+    run.submit("a", 4, max_new_tokens=12)
+    run.submit("b", 4, max_new_tokens=12)
     admitted_names = []
     while run.scheduler.has_work:
         run.step()
@@ -746,7 +746,7 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue_length() -> None:
 
 def test_a_block_leak_is_detected_when_the_scheduler_is_idle() -> None:
     run = SchedulerRun()
-    run.submit("a", 3, max_new=1)
+    run.submit("a", 3, max_new_tokens=1)
     run.kv._pools[0].allocate(1)
     with pytest.raises(AssertionError, match="has 1 references and is in 0 tables"):
         run.step()

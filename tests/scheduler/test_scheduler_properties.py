@@ -275,7 +275,7 @@ def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: li
 @settings(max_examples=60, deadline=None)
 @given(limit_strategy, st.lists(requests, min_size=2, max_size=14))
 def test_the_number_of_preemptions_is_bounded(limits: Limits, requests: list[Request]) -> None:
-    """A preemption makes the shares of clients more equal. Only arrivals and ends make them less equal."""
+    """A preemption makes the shares of clients more equal. Only arrivals and ends make shares less equal."""
     workload = Workload(replace(limits, num_blocks=400), requests)
     workload.run()
     assert workload.scheduler.num_preemptions <= len(requests) * limits.max_batch_size
@@ -283,7 +283,7 @@ def test_the_number_of_preemptions_is_bounded(limits: Limits, requests: list[Req
 
 
 def copy_context(context: TextContext) -> TextContext:
-    """Return a new context with the prompt, the maximum length and the EOS ids of another."""
+    """Return a new context with the prompt, the maximum length and the EOS ids of ``context``."""
     return text_context(
         context.prompt_tokens.tolist(), max_length=context.max_length, eos_token_ids=context.eos_token_ids
     )

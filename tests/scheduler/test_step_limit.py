@@ -1,4 +1,4 @@
-"""The limit of the step duration while one client has many running requests and other clients send some."""
+"""`StepLimit`: short steps while one client has many running requests and others send requests, too."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.scheduler.step_limit import StepTime
 
 
 class TimedPipeline(FakePipeline):
-    """A pipeline with simulated time: fixed per step, plus a time per decode row or four prompt rows."""
+    """A pipeline with simulated time: a time per step, and a time per decode row or per 4 prompt tokens."""
 
     def __init__(self, fixed_seconds: float, seconds_per_row: float) -> None:
         super().__init__(kv_manager(4000))
         self.fixed_seconds, self.seconds_per_row = fixed_seconds, seconds_per_row
         self.seconds = 0.0
-        self.calls: list[float] = []
+        self.call_seconds: list[float] = []
         self.num_steps: list[int] = []
 
     def execute(
@@ -29,9 +29,9 @@ class TimedPipeline(FakePipeline):
     ) -> dict[str, TextGenerationResponse]:
         lengths = [context.active_length for context in batch.values()]
         rows = sum(length if length == 1 else length / 4 for length in lengths)
-        self.calls.append((self.fixed_seconds + self.seconds_per_row * rows) * num_steps)
+        self.call_seconds.append((self.fixed_seconds + self.seconds_per_row * rows) * num_steps)
         self.num_steps.append(num_steps)
-        self.seconds += self.calls[-1]
+        self.seconds += self.call_seconds[-1]
         return super().execute(batch, num_steps)
 
 
@@ -60,7 +60,7 @@ class TimedRun:
         return self.pipeline.seconds - seconds_before
 
     def start_competing_clients(self, num_rows: int, num_new_tokens: int = 40) -> None:
-        """Start many sequences of one client, then two short requests of another."""
+        """Start ``num_rows`` sequences of client ``a``, then run two short requests of client ``b``."""
         for number in range(num_rows):
             self.submit(f"a{number}", num_new_tokens)
         for request in ("b0", "b1"):
@@ -77,7 +77,9 @@ class TimedRun:
             assert tokens == expected_output_tokens(text_context(prompt, max_length=3 + len(tokens))), name
 
 
-def test_steps_take_about_5_ms_at_most_and_many_rows_while_another_client_sends_requests() -> None:
+def test_steps_take_at_most_about_5_ms_and_have_more_than_8_rows_while_another_client_sends_requests() -> (
+    None
+):
     run = TimedRun(fixed_seconds=0.001, seconds_per_row=0.0002)
     run.start_competing_clients(128)
     durations = [run.step() for _ in range(40)]
@@ -103,9 +105,9 @@ def test_all_sequences_decode_equally_often() -> None:
         run.step()
         rows.update(run.pipeline.trace[-1].keys())
     sequences = [name for name in lengths_before if name.startswith("a")]
-    steps = [rows[name] for name in sequences]
-    assert min(steps) >= 5
-    assert max(steps) - min(steps) <= 2, "sequences differ by more than two steps"
+    steps_per_sequence = [rows[name] for name in sequences]
+    assert min(steps_per_sequence) >= 5
+    assert max(steps_per_sequence) - min(steps_per_sequence) <= 2, "sequences differ by more than two steps"
     run.finish()
 
 

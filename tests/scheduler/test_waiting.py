@@ -10,7 +10,7 @@ from penstock.scheduler.waiting import WaitingQueue
 @dataclass(frozen=True)
 class Entry:
     request_id: str
-    key: tuple[int, int]
+    sort_key: tuple[int, int]
     client_id: str = ""
 
 
@@ -36,7 +36,7 @@ def serve_ready(queue: WaitingQueue[Entry], ready_names: str) -> str:
     return names
 
 
-def test_the_smallest_key_is_served_first() -> None:
+def test_the_entry_with_the_smallest_sort_key_is_served_first() -> None:
     queue = make_queue("bc")
     queue.push(Entry("a", (-1, 2)))
     assert serve_ready(queue, "abc") == "abc"
@@ -85,16 +85,16 @@ def test_a_step_checks_few_unready_entries_and_reaches_all_in_turn() -> None:
         num_checks += 1
         return entry.request_id == "h"
 
-    steps = 0
+    num_steps = 0
     while (entry := queue.first_ready(is_ready)) is None:
-        steps += 1
-        assert num_checks <= 4 * steps
+        num_steps += 1
+        assert num_checks <= 4 * num_steps
         queue.recheck(is_ready)
     assert entry.request_id == "h"
-    assert steps == 3
+    assert num_steps == 3
 
 
-def test_clients_are_served_by_rank_and_their_entries_by_key() -> None:
+def test_clients_are_served_by_rank_and_their_entries_by_sort_key() -> None:
     ranks = {"x": (1,), "y": (0,)}
     queue: WaitingQueue[Entry] = WaitingQueue(4, ranks.__getitem__)
     for index, name in enumerate("abcd"):

@@ -291,8 +291,8 @@ async def test_a_path_with_a_trailing_slash_is_not_redirected() -> None:
 JSON = {"content-type": "application/json"}
 
 
-async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
-    """Each route with a body is a `JsonRoute`, which limits size and time and refuses invalid JSON."""
+async def test_every_route_with_a_body_refuses_long_invalid_and_mistyped_bodies() -> None:
+    """Each route with a JSON body must be a `JsonRoute`, which limits the size and refuses invalid JSON."""
     num_checked_routes = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
     for task in tasks:
@@ -329,7 +329,7 @@ async def test_head_requests_have_the_status_of_get_requests() -> None:
     assert 'method="HEAD",route="/v1/models",status="200"' in metrics
 
 
-async def test_the_openapi_document_is_served_without_external_pages() -> None:
+async def test_the_openapi_document_is_served_without_documentation_pages() -> None:
     async with app_client(make_services()) as client:
         document = (await client.get("/openapi.json")).json()
         assert (await client.get("/docs")).status_code == 404

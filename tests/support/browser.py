@@ -82,7 +82,8 @@ async def open_playground(
 
 async def wait_until(page: Any, condition: str) -> None:
     """Wait until a JavaScript expression is true, for at most 60 s.
-    The page's content security policy forbids Playwright's own function for this.
+
+    The page's content security policy forbids Playwright's ``wait_for_function``.
     """
     async with asyncio.timeout(60):
         while not await page.evaluate(condition):

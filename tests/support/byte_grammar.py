@@ -9,14 +9,14 @@ import numpy as np
 import torch
 import xgrammar as xgr
 
-END = 256
+END_TOKEN = 256
 _CLOSERS = [ord(letter) for letter in '"]}']
 
 
 @cache
 def _compiler() -> xgr.GrammarCompiler:
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
-    info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=257, stop_token_ids=[END])
+    info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=257, stop_token_ids=[END_TOKEN])
     return xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
@@ -32,7 +32,8 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
 def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
     """Return a random text of the grammar.
 
-    After `soft_limit` bytes, the text ends where the grammar allows it; else closing bytes are preferred.
+    After `soft_limit` bytes, the text ends as soon as the grammar allows the end. Until then, closing bytes
+    are preferred.
     """
     random_choices = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)
@@ -46,12 +47,12 @@ def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: in
         token = random_choices.choice(allowed_ids)
         if len(output_bytes) > soft_limit:
             closers = [byte for byte in _CLOSERS if byte in allowed_ids]
-            if END in allowed_ids:
-                token = END
+            if END_TOKEN in allowed_ids:
+                token = END_TOKEN
             elif closers and random_choices.random() < 0.8:
                 token = random_choices.choice(closers)
         assert len(output_bytes) < 5000, f"the text does not end: {bytes(output_bytes)[:200]!r}"
-        if token == END:
+        if token == END_TOKEN:
             return output_bytes.decode()
         assert matcher.accept_token(token)
         output_bytes.append(token)

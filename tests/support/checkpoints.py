@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
             elif _reads_images(config) and parameter.dim() > 1:
                 # The ranges of transformers for vision parameters do not follow `initializer_range`.
                 nn.init.normal_(parameter, std=0.2)
+            elif name.endswith("conv1d.weight"):
+                nn.init.normal_(parameter)
             elif name.endswith((".bias", "_bias")):  # includes the 2-dimensional biases of experts
                 nn.init.normal_(parameter, std=0.2)
         for name, buffer in model.named_buffers():
@@ -86,7 +89,12 @@ def load_in_transformers(folder: Path) -> Any:
     """
     config = json.loads((folder / "config.json").read_text())
     model_class = _model_class(config)
-    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    family = sys.modules[type(model).__module__]
+    if hasattr(family, "torch_chunk_gated_delta_rule"):
+        # In chunks, transformers computes the delta rule less exactly than token by token.
+        vars(family)["torch_chunk_gated_delta_rule"] = vars(family)["torch_recurrent_gated_delta_rule"]
+    return model
 
 
 def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
@@ -98,8 +106,8 @@ def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V
 def transformers_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
     """Return the logits ``[1, V]`` after the last token of a text, and the updated cache.
 
-    ``past`` is the cache of all tokens but the last. It is recomputed when the text becomes longer than the
-    length of LongRoPE's short factors, as in ``generate`` of Phi 3.
+    ``past`` is the cache of all tokens but the last. The cache is recomputed when the text becomes longer
+    than the length of LongRoPE's short factors, as in ``generate`` of Phi 3.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None

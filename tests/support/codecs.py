@@ -16,12 +16,12 @@ from torch import Tensor
 
 from penstock.codecs import load_codec
 
-FOLDER = Path(__file__).parents[1] / "codecs" / "references"
-REFERENCES = sorted(folder.name for folder in FOLDER.iterdir())
+CODEC_REFERENCES = Path(__file__).parents[1] / "codecs" / "references"
+REFERENCES = sorted(folder.name for folder in CODEC_REFERENCES.iterdir())
 
 
 def load_reference(
-    name: str, back_end: str = "reference", folder: Path = FOLDER, encoding: str = "float32"
+    name: str, back_end: str = "reference", folder: Path = CODEC_REFERENCES, encoding: str = "float32"
 ) -> Any:
     """Return the codec of the folder ``name``, with the operations of a back end."""
     session: Any = SimpleNamespace(ops=all_back_ends(deterministic=True)[back_end])
@@ -71,5 +71,5 @@ def write_neucodec(folder: Path, levels: tuple[int, ...] = (4, 5, 3)) -> Any:
 
 def load_expected(name: str) -> dict[str, Tensor]:
     """Return the tensors that the codec's original package computed."""
-    tensors: dict[str, Tensor] = load_file(FOLDER / name / "expected.tensors")
+    tensors: dict[str, Tensor] = load_file(CODEC_REFERENCES / name / "expected.tensors")
     return tensors

@@ -1,6 +1,6 @@
 """Further configurations of dense families, for `tests/architectures/test_variants.py`.
 
-Values replace values of the tiny configuration; ``"absent"`` removes one.
+Values replace values of the tiny configuration; ``"absent"`` removes the value of a key.
 """
 
 from __future__ import annotations

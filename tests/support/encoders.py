@@ -27,7 +27,7 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
         architecture: its tiny configuration is the configuration of the model.
         folder: the folder to write.
         head: the suffix of the auto class of transformers: ``""``, ``ForSequenceClassification`` or
-        ``ForMaskedLM``.
+            ``ForMaskedLM``.
         **changed_values: changed or added configuration values.
     """
     import transformers
@@ -55,7 +55,7 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
 
 
 def open_encoder(folder: Path, **config: Any) -> EmbeddingsPipeline:
-    """Return the pipeline of a saved encoder, in float32 unless the configuration says otherwise."""
+    """Return the pipeline of a saved encoder, in float32 unless ``config`` sets another encoding."""
     values = {"model_path": str(folder), "task": "embeddings-generation", "quantization_encoding": "float32"}
     return cast(EmbeddingsPipeline, load_pipeline(PipelineConfig.from_flat(values | config), None))
 

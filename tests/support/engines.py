@@ -14,7 +14,7 @@ from penstock.worker.engine_client import CacheListener, EngineState, SleepLevel
 from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
-INFO = WorkerInfo(
+WORKER_INFO = WorkerInfo(
     max_length=2048,
     max_batch_size=8,
     max_batch_input_tokens=8192,
@@ -36,7 +36,7 @@ class FakeEngine:
     is_paused: bool = False
     state: EngineState = "ready"
     is_alive: bool = True
-    info: WorkerInfo = INFO
+    info: WorkerInfo = WORKER_INFO
     stats: WorkerStats = field(default_factory=WorkerStats)
     adapters: dict[str, str] = field(default_factory=dict)
     num_outstanding: int = 0
@@ -90,14 +90,14 @@ class FakeEngine:
         generation.admit(0)
         tokens = [*self.text.encode(), FakeTokenizer.EOS]
         max_new_tokens = (context.max_length or self.info.max_length) - len(context.prompt_tokens)
-        for number, token in enumerate(tokens, 1):
+        for num_tokens, token in enumerate(tokens, 1):
             await asyncio.sleep(0)
             if generation.is_done:
                 return
             status = TextGenerationStatus.ACTIVE
             if token == FakeTokenizer.EOS:
                 status = TextGenerationStatus.END_OF_SEQUENCE
-            elif number == max_new_tokens:
+            elif num_tokens == max_new_tokens:
                 status = TextGenerationStatus.MAXIMUM_LENGTH
             step_tokens = [] if token == FakeTokenizer.EOS else [token]
             if status.is_done:

@@ -1,7 +1,11 @@
 """A fake engine for the tests of the peer benchmarks. Each output token is the previous token plus one.
 
-The argument selects a fault: ``python fake_engine.py FAULT``, where FAULT is "dies", "short", "large" (memory
-of a child) or "child" (a child that does not end).
+Usage: ``python fake_engine.py [FAULT]``. FAULT is one of:
+
+- "dies": the engine exits at the first request to generate.
+- "short": answers have one token less than requested.
+- "large": a child process holds 32 MiB.
+- "child": a child process does not end by itself.
 """
 
 from __future__ import annotations
@@ -37,15 +41,15 @@ def open_engine(settings: Settings) -> Generate:
     if FAULT == "child":
         print("child", subprocess.Popen(["sleep", "600"]).pid, file=sys.stderr, flush=True)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         if FAULT == "dies":
             sys.exit("out of tokens")
         if FAULT == "short":
-            new_tokens -= 1
-        arrived(2)
+            num_new_tokens -= 1
+        on_tokens(2)
         time.sleep(0.01)
-        arrived(new_tokens - 2)
-        return [[prompt[-1] + 1 + i for i in range(new_tokens)] for prompt in prompts]
+        on_tokens(num_new_tokens - 2)
+        return [[prompt[-1] + 1 + i for i in range(num_new_tokens)] for prompt in prompts]
 
     return generate
 

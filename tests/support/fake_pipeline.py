@@ -19,8 +19,8 @@ from penstock.pipelines.core import TextContext, TextGenerationResponse
 EOS = 0
 
 
-def next_token(tokens: list[int], vocabulary: int = 40) -> int:
-    return crc32(repr(tokens).encode()) % vocabulary
+def next_token(tokens: list[int], vocab_size: int = 40) -> int:
+    return crc32(repr(tokens).encode()) % vocab_size
 
 
 def expected_output_tokens(context: TextContext) -> list[int]:

@@ -17,7 +17,7 @@ class FloatActivations(ReferenceOps):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         encoding = encoding_named(packed.encoding)
-        is_int8 = encoding.numbers == "integer" and encoding.group_size is None
+        is_int8 = encoding.number_format == "integer" and encoding.group_size is None
         if encoding.is_float or (is_int8 and len(x) <= 64):
             return super().linear(x, packed, lora=lora)
         y = x.double() @ unpack_linear(packed).double().T

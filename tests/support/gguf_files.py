@@ -1,6 +1,6 @@
 """Conversion of test checkpoints to GGUF files, according to the format's specification.
 
-Names, row order, norms and tokens are converted. Reading a GGUF file is the inverse.
+Tensor names, row order, norms and tokens are converted.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ _FAMILY_MODULES = {
     },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
-_EPS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
-_INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
+_EPS_KEYS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+_INTERLEAVED_FAMILIES = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
 """Families whose files interleave the halves of each query and key head."""
 _MODEL_TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -191,14 +191,14 @@ def write_and_close(writer: GGUFWriter) -> None:
 def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
     """Add metadata with the value types that GGUF converters use."""
     for key, value in metadata.items():
-        kind = {
+        value_type = {
             bool: GGUFValueType.BOOL,
             int: GGUFValueType.UINT32,
             float: GGUFValueType.FLOAT32,
             str: GGUFValueType.STRING,
             list: GGUFValueType.ARRAY,
         }[type(value)]
-        writer.add_key_value(key, value, kind)
+        writer.add_key_value(key, value, value_type)
 
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -217,7 +217,7 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         if "rms_norm_eps" in config:
             writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
         else:
-            eps = next((config[key] for key in _EPS if key in config), 1e-5)
+            eps = next((config[key] for key in _EPS_KEYS if key in config), 1e-5)
             writer.add_layer_norm_eps(eps)
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -305,8 +305,8 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         if ".act_fn" in module:
             continue  # stored as metadata
         if ".experts." in module:
-            _, number, expert_module = module.rsplit(".", 2)
-            stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(number)] = tensor
+            _, index, expert_module = module.rsplit(".", 2)
+            stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(index)] = tensor
             continue
         # StableLM can have a norm for each head
         if match := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", module):
@@ -317,7 +317,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             # from Q, K, V of each head to Q of all heads, K of all heads, V of all heads
             heads = config["num_attention_heads"]
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
-        if family in _INTERLEAVED:
+        if family in _INTERLEAVED_FAMILIES:
             heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
             if module in heads:
                 tensor = _interleave_halves(tensor, config[heads[module]])
@@ -325,7 +325,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             tensor = tensor.T.contiguous()
         result[f"blk.{layer}.{module_names[module]}.{suffix}"] = tensor
     for name, matrices in stacked.items():
-        result[name] = torch.stack([matrices[number] for number in range(len(matrices))])
+        result[name] = torch.stack([matrices[index] for index in range(len(matrices))])
     return result
 
 

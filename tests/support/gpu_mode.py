@@ -32,7 +32,10 @@ def is_interpreted() -> bool:
 
 
 def mark_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that ``-m gpu`` runs. Skip tests that need a GPU if there is none."""
+    """With ``-m gpu``, mark the tests marked ``models`` as ``gpu``.
+
+    Skip tests that need a GPU if there is none.
+    """
     skip = pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here")
     is_gpu_run = selects_gpu(config)
     for item in items:
@@ -46,9 +49,10 @@ def mark_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def open_pipelines_on_gpu() -> None:
-    """Change `PipelineConfig.from_flat` so that it uses the GPU if devices and kernels are not set.
+    """Change `PipelineConfig.from_flat`, so that pipelines use the GPU if devices and kernels are not set.
 
-    Without a GPU, it uses Triton's interpreter if ``TRITON_INTERPRET=1``, else it is unchanged.
+    Without a GPU, pipelines use Triton's interpreter if ``TRITON_INTERPRET=1``. Otherwise `from_flat` remains
+    unchanged.
     """
     from penstock.config import PipelineConfig
 

@@ -22,7 +22,7 @@ def image_context(
     tokens: Sequence[int],
     pixels: Sequence[np.ndarray],
     token_id: int,
-    max_new: int = 20,
+    max_new_tokens: int = 20,
     **fields: Any,
 ) -> TextAndVisionContext:
     """Return a context in which each run of ``token_id`` is an image with the next of these pixels."""
@@ -36,7 +36,7 @@ def image_context(
     ]
     return TextAndVisionContext(
         prompt=list(tokens),
-        max_length=len(tokens) + max_new,
+        max_length=len(tokens) + max_new_tokens,
         tokens=ids,
         ignore_eos=True,
         images=images,

@@ -27,7 +27,7 @@ class LiveServer:
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait up to 30 seconds until a condition is true. The server's thread checks it."""
+        """Wait up to 30 seconds until a condition is true. The server's thread evaluates the condition."""
         asyncio.run_coroutine_threadsafe(wait_until(condition), self.loop).result(30)
 
 
@@ -58,7 +58,7 @@ async def _serve(server_future: Future[LiveServer], options: dict[str, Any]) -> 
                 async with HttpServer(app, server.services.config).listening(listener):
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
                     server_future.set_result(LiveServer(url, server, asyncio.get_running_loop()))
-                    while not server.services.gate.reason:
+                    while not server.services.gate.refusal_reason:
                         await asyncio.sleep(0.02)
     except BaseException as error:
         if not server_future.done():

@@ -11,7 +11,7 @@ import llguidance
 from penstock.grammar.lark import lark_text, read_ebnf, read_structural_tag
 from penstock.grammar.schema import GrammarSource
 
-END = 256
+END_TOKEN = 256
 
 
 class _ByteTokenizer:
@@ -22,8 +22,8 @@ class _ByteTokenizer:
     def __init__(self, special_tokens: Sequence[str]) -> None:
         self.tokens = [bytes([byte]) for byte in range(256)]
         self.tokens += [b"\xff" + name.encode() for name in ("<end>", *special_tokens)]
-        self.eos_token_id = END
-        self.special_token_ids = list(range(END, len(self.tokens)))
+        self.eos_token_id = END_TOKEN
+        self.special_token_ids = list(range(END_TOKEN, len(self.tokens)))
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)

@@ -13,7 +13,8 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 async def send_request(port: int, index: int, path: str | None = None) -> str:
     """Send a request. Return its outcome: "answered", "503" or "error event".
 
-    ``index`` selects the path, unless it is given. Two of every three indices select a streamed response.
+    ``index`` selects the path, unless ``path`` is given. Two of every three indices select a streamed
+    response.
     """
     path, is_stream = path or PATHS[index % 2], index % 3 > 0
     prompt_fields = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}

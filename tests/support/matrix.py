@@ -52,18 +52,18 @@ def covering_subset(sets: Sequence[Parameters], *, strength: int = 2, times: int
     missing_counts = {combination: min(times, count) for combination, count in available.items()}
     # The number of missing combinations in a set never grows, so an old number is an upper bound of the
     # present number. Therefore only the set with the largest bound is counted again.
-    bounds = [(-len(content), number) for number, content in enumerate(contents)]
+    bounds = [(-len(content), set_index) for set_index, content in enumerate(contents)]
     heapify(bounds)
     subset_indices: set[int] = set()
     while missing_counts:
-        bound, number = bounds[0]
-        num_missing = sum(combination in missing_counts for combination in contents[number])
+        bound, set_index = bounds[0]
+        num_missing = sum(combination in missing_counts for combination in contents[set_index])
         if num_missing < -bound:
-            heapreplace(bounds, (-num_missing, number))
+            heapreplace(bounds, (-num_missing, set_index))
             continue
         heappop(bounds)
-        subset_indices.add(number)
-        for combination in contents[number] & missing_counts.keys():
+        subset_indices.add(set_index)
+        for combination in contents[set_index] & missing_counts.keys():
             missing_counts[combination] -= 1
             if not missing_counts[combination]:
                 del missing_counts[combination]

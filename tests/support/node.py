@@ -1,4 +1,4 @@
-"""Scripts of the playground, which are run by Node."""
+"""Runs scripts of the playground in Node."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from penstock.kernels.operations import collect_operations
 
 
 def copy_to_device(value: Any, device: torch.device | str) -> Any:
-    """Return a value with its tensors copied to a device. It may be a dataclass, a mapping or a tuple."""
+    """Return a value (a tensor, dataclass, mapping, tuple or other object) with its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, Mapping):

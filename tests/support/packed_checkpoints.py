@@ -1,7 +1,7 @@
 """Small quantizers that write packed checkpoints, written from the documents of the formats.
 
-They share no code with the package. A packer takes a weight ``[out, in]``. It returns the tensors of the
-packed layer, without the layer's name, and the dequantized weight.
+The quantizers share no code with the package. A packer takes a weight ``[out, in]``, and returns the tensors
+of the packed layer, without the layer's name, and the dequantized weight.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Packer = Callable[[Tensor], Packed]
 
 
 def quantized_groups(
-    weight: Tensor, bits: int, size: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
+    weight: Tensor, bits: int, group_size: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return codes ``[out, in]``, scales and zero points ``[out, G]``, and the dequantized weight.
 
-    A size below 1 means one group for all inputs.
+    A group size below 1 means one group for all inputs.
     """
-    size = weight.shape[1] if size < 1 else size
-    groups = weight.float().unflatten(1, (-1, size))
+    group_size = weight.shape[1] if group_size < 1 else group_size
+    groups = weight.float().unflatten(1, (-1, group_size))
     max_code = 2**bits - 1
     if symmetric:
         scales = (groups.abs().amax(-1) / (max_code / 2)).to(dtype)
@@ -117,7 +117,7 @@ def awq(size: int = 32, version: str = "gemm") -> Packer:
     return pack
 
 
-def e4m3(values: Tensor) -> Tensor:
+def to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
@@ -135,7 +135,7 @@ def fp8(
         scales = blocks.abs().amax((1, 3)) / 448
         weight_scales = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         weight_scales = weight_scales[: weight.shape[0], : weight.shape[1]]
-        values = e4m3(weight.float() / weight_scales)
+        values = to_e4m3(weight.float() / weight_scales)
         tensors = {"weight": values, name: scales.reshape(()) if per_tensor else scales}
         return tensors, values.float() * weight_scales
 
@@ -190,7 +190,7 @@ def nvfp4(tool: str) -> Packer:
     def pack(weight: Tensor) -> Packed:
         groups = weight.float().unflatten(1, (-1, 16))
         tensor_scale = weight.float().abs().max() / (6 * 448)
-        scales = e4m3(groups.abs().amax(-1) / 6 / tensor_scale)
+        scales = to_e4m3(groups.abs().amax(-1) / 6 / tensor_scale)
         weight_scales = (scales.float() * tensor_scale).repeat_interleave(16, 1)
         packed_bytes, values = _fp4(weight.float() / weight_scales.clamp_min(1e-12))
         if tool == "modelopt":

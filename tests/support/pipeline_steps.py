@@ -41,12 +41,12 @@ def open_pipeline(
     return TextGenerationPipeline(pipeline_config, pipeline_model, -1)
 
 
-def make_context(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
+def make_context(tokens: Sequence[int], max_new_tokens: int = 100, **fields: Any) -> TextContext:
     """Return a context with these prompt tokens that ends only at its maximum length."""
     sampling = fields.pop("sampling_params", SamplingParams())
     return TextContext(
         prompt=list(tokens),
-        max_length=len(tokens) + max_new,
+        max_length=len(tokens) + max_new_tokens,
         tokens=np.array(tokens, dtype=np.int64),
         ignore_eos=True,
         sampling_params=sampling,

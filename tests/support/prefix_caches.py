@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from support.engines import INFO, FakeEngine
+from support.engines import WORKER_INFO, FakeEngine
 from support.workers import make_request
 
 from penstock.pipelines.core.cache_events import BlocksStored
 from penstock.worker.routing import prompt_digests
 
-CACHING_INFO = msgspec.structs.replace(INFO, block_size=4, prefix_limits=[], max_batch_size=3)
+CACHING_INFO = msgspec.structs.replace(WORKER_INFO, block_size=4, prefix_limits=[], max_batch_size=3)
 
 
 def make_caching_engine(**fields: Any) -> FakeEngine:

@@ -18,7 +18,7 @@ from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGeneration
 from penstock.ranks import rank_devices
 
 TIMEOUT = 300.0
-"""Timeout of a collective in seconds. It is long, because the machine may be busy."""
+"""Timeout of a collective in seconds; long, because the machine may be busy."""
 
 
 class _ModelClosed(Exception):
@@ -62,16 +62,16 @@ class RankPair:
     """A group of ranks that run pipelines. Rank 0 runs in this process.
 
     Args:
-        world: number of ranks.
+        world_size: number of ranks.
         settings: fields of `RankSettings`.
     """
 
-    def __init__(self, world: int = 2, **settings: Any) -> None:
-        devices = (torch.device("cpu"),) * world
+    def __init__(self, world_size: int = 2, **settings: Any) -> None:
+        devices = (torch.device("cpu"),) * world_size
         fields: dict[str, Any] = {"timeout": TIMEOUT, **settings}
-        self.processes = RankProcesses(RankSettings(world, devices, **fields), serve_models)
+        self.processes = RankProcesses(RankSettings(world_size, devices, **fields), serve_models)
         self.ranks = self.processes.join()
-        self.world = world
+        self.world_size = world_size
 
     def load(self, checkpoint: Path, patch: Any = None, **flat: Any) -> TextGenerationPipeline:
         """Load a checkpoint on all ranks, in float32 by default. `unload` unloads it on ranks above 0.
@@ -85,7 +85,7 @@ class RankPair:
             "model_path": str(checkpoint),
             "quantization_encoding": "float32",
             "max_batch_size": 8,
-            "tensor_parallel_size": self.world,
+            "tensor_parallel_size": self.world_size,
         }
         config = PipelineConfig.from_flat({**values, **flat})
         self.ranks.send(pickle.dumps((config, patch)))

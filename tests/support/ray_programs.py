@@ -27,7 +27,7 @@ NUM_TOKENS = 900
 class RayProgram:
     """A program that starts Ray on this machine.
 
-    Its processes inherit an environment variable that identifies them.
+    All processes of the program inherit an environment variable that identifies these processes.
 
     Args:
         arguments: the arguments of Python.

@@ -68,10 +68,10 @@ class ServerProcess:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             metrics = self.metrics()
-            if not any(metrics[name] for name in BUSY):
+            if not any(metrics[name] for name in BUSY_METRICS):
                 return metrics
             time.sleep(0.05)
-        raise AssertionError({name: metrics[name] for name in BUSY})
+        raise AssertionError({name: metrics[name] for name in BUSY_METRICS})
 
     def wait_for_status(self, path: str, status: int) -> None:
         """Wait about 60 s at most until a GET request to a path returns a status code."""
@@ -89,7 +89,7 @@ class ServerProcess:
         return answer
 
 
-BUSY = (
+BUSY_METRICS = (
     "penstock_requests_in_progress",
     "penstock_requests_outstanding",
     "penstock_requests_running",

@@ -43,7 +43,7 @@ class FloatTensors:
 
 
 def load_module(module: torch.nn.Module, prefix: str, ops: Ops) -> Loader:
-    """Return a float32 loader of the tensors of a torch module. Their names get a prefix."""
+    """Return a float32 loader of a module's tensors, whose names begin with ``prefix`` and a dot."""
     tensors = {f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}
     return Loader(FloatTensors(tensors), "float32", torch.device("cpu"), ops)  # type: ignore[arg-type]
 

@@ -35,6 +35,7 @@ def write_tiny_embedder(
     **config: Any,
 ) -> Path:
     """Write a checkpoint and return its folder.
+
     Args:
         folder: the folder to write.
         labels: the number of labels of the classification head. 0 writes an embedder without a head. A

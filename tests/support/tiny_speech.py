@@ -1,7 +1,8 @@
 """Small random speech models, and a fake codec whose samples are a simple function of the codes.
 
-The models nearly always generate codes of the expected codebook: one hidden dimension per codebook is large
-in the embeddings of the tokens before it, and in the rows of the output head for its codes.
+The models nearly always generate codes of the expected codebook. For each codebook, one hidden dimension is
+large in two places: in the embeddings of the tokens after which a code of this codebook must follow, and in
+the rows of the LM head for the codes of this codebook.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from penstock.codecs.registry import CODECS as REAL_CODECS
 from penstock.codecs.registry import CodecRegistry, SupportedCodec
 from penstock.engine import InferenceSession
 
-SIZE = 16
+CODEBOOK_SIZE = 16
 """Number of codes in each codebook."""
-CODES = {"neutts": 1, "orpheus": 3}
+CODES_PER_FRAME = {"neutts": 1, "orpheus": 3}
 """Number of codes in each frame, by speech format."""
-RATE, SAMPLES_PER_FRAME = 800, 8
+SAMPLE_RATE, SAMPLES_PER_FRAME = 800, 8
 MAX_LENGTH = 320
 
 
@@ -38,10 +39,10 @@ class FakeCodec(AudioCodec):
     """
 
     name = "fake"
-    sample_rate = RATE
-    encoder_sample_rate = RATE
+    sample_rate = SAMPLE_RATE
+    encoder_sample_rate = SAMPLE_RATE
     samples_per_frame = SAMPLES_PER_FRAME
-    codebook_size = SIZE
+    codebook_size = CODEBOOK_SIZE
     left_context, right_context, tolerance = 2, 1, 0.0
 
     def __init__(self, codes_per_frame: int, *, right_context: int = 1) -> None:
@@ -82,7 +83,7 @@ class FakeCodec(AudioCodec):
     def encode(self, samples: Tensor) -> Tensor:
         num_frames = len(samples) // SAMPLES_PER_FRAME
         levels = samples[: num_frames * SAMPLES_PER_FRAME].view(num_frames, -1).mean(1)
-        code = ((levels + 1) / 2 * (SIZE - 1)).round().long().clamp(0, SIZE - 1)
+        code = ((levels + 1) / 2 * (CODEBOOK_SIZE - 1)).round().long().clamp(0, CODEBOOK_SIZE - 1)
         return code[:, None].repeat(1, self.codes_per_frame)
 
 
@@ -135,11 +136,11 @@ def write_tiny_speech(
         speech_format: the speech format.
         seed: seed of the weights.
         end_logit: the logit of the end-of-speech token, relative to the first code of a frame.
-        num_codes: the number of codes in a frame, by default the value in CODES.
+        num_codes: the number of codes in a frame, by default the value in CODES_PER_FRAME.
         **speech_config: changed or added values of ``speech_config.json``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    num_codes = num_codes or CODES[speech_format]
+    num_codes = num_codes or CODES_PER_FRAME[speech_format]
     tokens = _tokens(speech_format, num_codes)
     first_code = {"neutts": "<|speech_0|>", "orpheus": "<custom_token_10>"}[speech_format]
     end_tokens = {"neutts": "<|SPEECH_GENERATION_END|>", "orpheus": "<custom_token_2>"}
@@ -159,10 +160,10 @@ def write_tiny_speech(
     head = rng.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
     embeddings[:, :num_codes] = 0
     head[:, :num_codes] = 0
-    embeddings[:, 0] = 6  # the first code of a frame follows all tokens that are no codes
+    embeddings[:, 0] = 6  # after a token that is not a code, the first code of a frame follows
     start = 256 + tokens.index(first_code)
     for position in range(num_codes):
-        rows = slice(start + position * SIZE, start + (position + 1) * SIZE)
+        rows = slice(start + position * CODEBOOK_SIZE, start + (position + 1) * CODEBOOK_SIZE)
         embeddings[rows, 0] = 0
         embeddings[rows, (position + 1) % num_codes] = 6
         head[rows, position] = 6
@@ -172,7 +173,7 @@ def write_tiny_speech(
     _tokenizer(tokens).save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", {"eos_token": "<|eos|>"})
     settings = {
-        "codebook_size": SIZE,
+        "codebook_size": CODEBOOK_SIZE,
         "codes_per_frame": num_codes,
         "codec": "codec",
         "phonemes": False,
@@ -187,8 +188,8 @@ def _tokens(speech_format: str, num_codes: int) -> list[str]:
     """Return the special tokens that follow the bytes in the vocabulary."""
     if speech_format == "neutts":
         names = [f"<|{kind}_{edge}|>" for kind in ("TEXT_PROMPT", "SPEECH_GENERATION") for edge in _EDGES]
-        return ["<|eos|>", *names, *(f"<|speech_{i}|>" for i in range(SIZE))]
-    count = 10 + num_codes * SIZE
+        return ["<|eos|>", *names, *(f"<|speech_{i}|>" for i in range(CODEBOOK_SIZE))]
+    count = 10 + num_codes * CODEBOOK_SIZE
     return ["<|eos|>", "<|eot_id|>", *(f"<custom_token_{i}>" for i in range(count))]
 
 

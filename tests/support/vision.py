@@ -56,11 +56,11 @@ class VisionPrompt:
     is_bidirectional: bool
     arguments: dict[str, Any]
 
-    def context(self, max_new: int = 100, **fields: Any) -> TextAndVisionContext:
+    def context(self, max_new_tokens: int = 100, **fields: Any) -> TextAndVisionContext:
         """Return a context that ends only at its maximum length."""
         return TextAndVisionContext(
             prompt=list(self.tokens),
-            max_length=len(self.tokens) + max_new,
+            max_length=len(self.tokens) + max_new_tokens,
             tokens=np.array(self.tokens, dtype=np.int64),
             ignore_eos=True,
             images=list(self.images),
@@ -133,7 +133,7 @@ def _prompt(
     return VisionPrompt([*tokens, *text[-1]], images, image_token, is_bidirectional, arguments)
 
 
-TEXT = ([5, 6, 7], [20, 21], [8, 9, 10, 11, 12])
+PROMPT_TEXTS = ([5, 6, 7], [20, 21], [8, 9, 10, 11, 12])
 
 
 def _pixels(seed: int, *shape: int) -> np.ndarray:
@@ -144,7 +144,7 @@ def _image(pixels: np.ndarray, **arguments: np.ndarray) -> ImageMetadata:
     return ImageMetadata(start_idx=0, end_idx=1, pixel_values=pixels, arguments=arguments)
 
 
-def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
+def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = PROMPT_TEXTS) -> VisionPrompt:
     """Return a prompt with two images: one has two tiles and an overview, the other has one tile.
 
     If ``text`` has two parts, the prompt has only the first image.
@@ -160,7 +160,7 @@ def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT
     return _prompt(text, spans, token, False, pixel_values=batch)
 
 
-def gemma3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
+def gemma3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = PROMPT_TEXTS) -> VisionPrompt:
     """Return a prompt with two images, or with one if ``text`` has two parts."""
     size, token = config["vision_config"]["image_size"], config["image_token_index"]
     images = [_pixels(seed, 3, size, size) for seed in (0, 1)]
@@ -172,7 +172,7 @@ def gemma3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) 
 
 def qwen_prompt(
     config: dict[str, Any],
-    text: Sequence[Sequence[int]] = TEXT,
+    text: Sequence[Sequence[int]] = PROMPT_TEXTS,
     grids: Sequence[tuple[int, int]] = ((4, 6), (10, 8)),
 ) -> VisionPrompt:
     """Return a prompt with two images of different shapes, or with one if ``text`` has two parts."""
@@ -202,6 +202,8 @@ PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
     "qwen2_vl": qwen_prompt,
     "qwen2_5_vl": qwen_prompt,
     "qwen3_vl": qwen_prompt,
+    "qwen3_5": qwen_prompt,
+    "qwen3_5_moe": qwen_prompt,
 }
 """Family -> function that returns its prompt for a configuration."""
 

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 (LLAVA,) = (candidate for candidate in VISION_DECODERS if candidate.name == "llava")
 IMAGE, EOS = 129, 128
-ROWS = 16
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"

@@ -141,7 +141,7 @@ def test_small_templates_render_the_text_of_transformers(source: str) -> None:
         assert render_with_penstock(template, [make_user_message("hi")], None, options) == expected
 
 
-def test_strftime_now_gives_the_current_date() -> None:
+def test_strftime_now_gives_the_current_year() -> None:
     template = ChatTemplate({"default": "{{ strftime_now('%Y') }}"}, {}, "test")
     assert template.render([make_user_message("x")]) in (
         str(datetime.now().year),
@@ -165,13 +165,13 @@ def test_options_override_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["self", "environment", "caller", "loop", "1 a"])
-def test_options_may_have_reserved_names(name: str) -> None:
+def test_options_may_have_names_that_jinja_reserves(name: str) -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}{{ self }}"}, {}, "test")
     assert template.render([make_user_message("x")], None, {name: "y"}).startswith("x")
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "return_tensors"])
-def test_options_that_are_not_template_variables_are_refused(name: str) -> None:
+def test_options_that_are_parameters_of_apply_chat_template_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"cannot set {name}"):
         ChatTemplate({"default": "x"}, {}, "test").render([make_user_message("x")], None, {name: 1})
 
@@ -308,7 +308,7 @@ def test_a_template_that_is_nested_too_deeply_is_refused() -> None:
         ChatTemplate({"default": "{{" + "(" * 5000 + "}}"}, {}, "x").render([{"role": "user"}])
 
 
-def test_a_syntax_error_in_a_template_names_the_checkpoint() -> None:
+def test_the_error_for_a_syntax_error_names_the_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"folder: the chat template .* has an error in line 1"):
         ChatTemplate({"default": "{% endif %}"}, {}, "folder").render([make_user_message("x")])
 
@@ -330,7 +330,7 @@ class TestRequests:
         assert template.render_request([make_user_message(CONTENT_PARTS)]) == "ab"
 
     @pytest.mark.parametrize("part_type", ["image_url", "image", "input_audio", "video"])
-    def test_content_that_is_not_text_is_named(self, part_type: str) -> None:
+    def test_the_error_for_content_that_is_not_text_names_its_type(self, part_type: str) -> None:
         with pytest.raises(UnsupportedFeatureError, match=f"content of type {part_type} is not supported"):
             ChatTemplate({"default": "x"}, {}, "test").render_request(
                 [make_user_message([{"type": part_type}])]

@@ -40,8 +40,8 @@ def open_tokenizer(shared_data: Path) -> Callable[[str], TextTokenizer]:
     return open_named_tokenizer
 
 
-def encode(tokenizer: TextTokenizer, text: str, special: bool = False) -> list[int]:
-    return tokenizer.encode_text(text, special, limited=False).tolist()
+def encode(tokenizer: TextTokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    return tokenizer.encode_text(text, add_special_tokens, limited=False).tolist()
 
 
 def make_context(prompt: list[int], generated: list[int] | None = None) -> TextContext:
@@ -52,31 +52,31 @@ def make_context(prompt: list[int], generated: list[int] | None = None) -> TextC
 
 
 async def decode_in_chunks(
-    tokenizer: TextTokenizer, context: TextContext, ids: list[int], size: int = 1
+    tokenizer: TextTokenizer, context: TextContext, ids: list[int], chunk_size: int = 1
 ) -> str:
-    chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
+    chunks = [ids[start : start + chunk_size] for start in range(0, len(ids), chunk_size)]
     return "".join([await tokenizer.decode(context, chunk) for chunk in chunks])
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3])
 @pytest.mark.parametrize("text", TEXTS)
 async def test_chunks_of_generated_tokens_join_to_the_text(
-    name: str, text: str, size: int, open_tokenizer: Callable[[str], TextTokenizer]
+    name: str, text: str, chunk_size: int, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)
     prompt, ids = encode(tokenizer, "One day", True), encode(tokenizer, text)
     context = make_context(prompt, ids)
     expected = text_after_prompt(tokenizer, prompt, ids)
-    assert await decode_in_chunks(tokenizer, context, ids, size) == expected
+    assert await decode_in_chunks(tokenizer, context, ids, chunk_size) == expected
     assert await tokenizer.decode(context, ids) == expected
-    # The first generated tokens again start a new text.
+    # Passing the first generated tokens again restarts the text.
     assert await decode_in_chunks(tokenizer, context, ids) == expected
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
 @pytest.mark.parametrize("text", TEXTS)
-async def test_two_requests_are_decoded_alternately(
+async def test_two_requests_can_be_decoded_alternately(
     name: str, text: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     """Two contexts are decoded alternately, one token at a time."""
@@ -92,21 +92,25 @@ async def test_two_requests_are_decoded_alternately(
 
 
 @pytest.mark.parametrize("name", TOKENIZER_NAMES)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 2])
+@pytest.mark.parametrize("add_special_tokens", [False, True])
 @pytest.mark.parametrize("text", ["Once upon a time there was", "a  b\n\n c ", "naïve 🎉🎉 中文 ﬁ end"])
 async def test_chunks_of_tokens_that_are_not_generated_join_to_the_text(
-    name: str, text: str, special: bool, size: int, open_tokenizer: Callable[[str], TextTokenizer]
+    name: str,
+    text: str,
+    add_special_tokens: bool,
+    chunk_size: int,
+    open_tokenizer: Callable[[str], TextTokenizer],
 ) -> None:
     tokenizer = open_tokenizer(name)
-    ids = encode(tokenizer, text, special)
+    ids = encode(tokenizer, text, add_special_tokens)
     expected = tokenizer.decode_ids(ids)
     for generated in ([], encode(tokenizer, "zzz")):
         context = make_context(encode(tokenizer, "One day", True), generated)
-        assert await decode_in_chunks(tokenizer, context, ids, size) == expected
+        assert await decode_in_chunks(tokenizer, context, ids, chunk_size) == expected
         assert await tokenizer.decode(context, ids) == expected
         assert await tokenizer.decode(context, ids) == expected
-        assert await decode_in_chunks(tokenizer, context, ids, size) == expected
+        assert await decode_in_chunks(tokenizer, context, ids, chunk_size) == expected
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
@@ -131,7 +135,7 @@ def test_chunks_of_random_sizes_join_to_the_text(
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
-async def test_an_incomplete_character_is_emitted_at_the_end(
+async def test_an_incomplete_character_is_returned_at_the_end_of_the_output(
     name: str, open_tokenizer: Callable[[str], TextTokenizer]
 ) -> None:
     tokenizer = open_tokenizer(name)

@@ -57,7 +57,7 @@ def test_appended_texts_join_to_the_text_of_all_ids(
     ids=str,
 )
 @given(ids=st.lists(st.integers(0, 12), max_size=40))
-def test_each_decoder_equals_the_tokenizers_library(decoder: decoders.Decoder | None, ids: list[int]) -> None:
+def test_decoded_text_equals_that_of_the_library(decoder: decoders.Decoder | None, ids: list[int]) -> None:
     vocabulary = ["▁", "▁a", "b", "c</w>", "##d", " ", ".", "'t", "\N{REPLACEMENT CHARACTER}"]
     vocabulary += ["<0xC3>", "<0xA9>", "<0x0A>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="b"))
@@ -196,10 +196,10 @@ def test_ids_outside_the_vocabulary_have_no_text() -> None:
     assert detokenizer.append([ord("a"), 70_000, ord("b")]) == "ab"
 
 
-@pytest.mark.parametrize("count", range(40))
+@pytest.mark.parametrize("num_invalid_bytes", range(40))
 @pytest.mark.parametrize("invalid_byte", [0xFF, 0xF0, 0x80])
-def test_characters_after_invalid_bytes_are_emitted(count: int, invalid_byte: int) -> None:
-    ids = [invalid_byte] * count + list("🎉é".encode())
+def test_characters_after_invalid_bytes_are_emitted(num_invalid_bytes: int, invalid_byte: int) -> None:
+    ids = [invalid_byte] * num_invalid_bytes + list("🎉é".encode())
     detokenizer = Detokenizer(BYTE_TOKENIZER)
     texts = [detokenizer.append(token_id) for token_id in ids]
     assert texts[-1] == "é"
@@ -207,7 +207,7 @@ def test_characters_after_invalid_bytes_are_emitted(count: int, invalid_byte: in
 
 
 @pytest.mark.parametrize("ids", [list(b"text "), [0xE2], [0xFF], list("é".encode()), [BYTE_TOKENIZER.EOS]])
-def test_the_number_of_decoded_ids_is_linear(ids: list[int]) -> None:
+def test_at_most_20_ids_are_decoded_per_appended_id(ids: list[int]) -> None:
     tokenizer = CountingDecoder(BYTE_TOKENIZER)
     Detokenizer(tokenizer, ["stop"]).append(ids * 1000)
     assert tokenizer.num_decoded <= 20 * len(ids) * 1000
@@ -298,13 +298,13 @@ def test_a_character_that_begins_in_the_prompt_belongs_to_the_output(shared_data
         assert detokenizer.stop_match is None  # the newline is in the prompt, so it is not part of a match
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-def test_a_prompt_may_end_within_a_multibyte_character(shared_data: Path, count: int) -> None:
+@pytest.mark.parametrize("num_characters", range(1, 9))
+def test_a_prompt_may_end_within_a_multibyte_character(shared_data: Path, num_characters: int) -> None:
     tokenizer = load_tokenizer(shared_data / "models/stories260K")
     byte_ids = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     character = [byte_ids[value] for value in "漢".encode()]
     for num_bytes in range(3):
-        prompt = character * count + character[:num_bytes]
+        prompt = character * num_characters + character[:num_bytes]
         assert text_after_prompt(tokenizer, prompt, character[num_bytes:] + character) == "漢漢"
         detokenizer = Detokenizer(tokenizer, ["漢漢"], prompt=prompt)
         detokenizer.append(character[num_bytes:] + character)
@@ -366,14 +366,14 @@ def token_id_lists(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
     if tokenizer.byte_tokens:
         id_strategies += [
             st.sampled_from(sorted(tokenizer.byte_tokens)),
-            st.sampled_from(find_byte_tokens(tokenizer)),
+            st.sampled_from(byte_tokens_of_some_characters(tokenizer)),
         ]
     if special_ids := [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]:
         id_strategies += [st.sampled_from(special_ids)]
     return st.lists(st.one_of(id_strategies), max_size=40)
 
 
-def find_byte_tokens(tokenizer: TextTokenizer) -> list[int]:
+def byte_tokens_of_some_characters(tokenizer: TextTokenizer) -> list[int]:
     byte_ids = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     return [byte_ids[value] for value in "é漢\n ".encode()]
 

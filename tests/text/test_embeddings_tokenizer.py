@@ -80,7 +80,7 @@ def test_a_prompt_precedes_the_text(tokenizer: EmbeddingsTokenizer) -> None:
         build_context(tokenizer, "cat", prompt="a", prompt_name="query")
 
 
-def test_the_default_prompt_is_used_without_another(tmp_path: Path) -> None:
+def test_the_default_prompt_is_used_for_a_text_without_a_prompt(tmp_path: Path) -> None:
     settings = PROMPTS | {"default_prompt_name": "passage"}
     tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=settings))
     assert encode_request(tokenizer, "cat") == encode_with_library("passage: cat")
@@ -240,9 +240,9 @@ def count_encoded_texts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     original_encode = EmbeddingsTokenizer._encode_batch
 
-    def count_and_encode(self: EmbeddingsTokenizer, samples: Any, cut_to: int | None) -> Any:
-        counts.append(len(samples))
-        return original_encode(self, samples, cut_to)
+    def count_and_encode(self: EmbeddingsTokenizer, text_inputs: Any, max_tokens: int | None) -> Any:
+        counts.append(len(text_inputs))
+        return original_encode(self, text_inputs, max_tokens)
 
     monkeypatch.setattr(EmbeddingsTokenizer, "_encode_batch", count_and_encode)
     return counts

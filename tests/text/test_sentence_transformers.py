@@ -23,7 +23,7 @@ POOLING_FLAGS = {
 }
 
 
-def test_a_checkpoint_without_the_files_has_an_empty_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_files_has_the_default_layout(tmp_path: Path) -> None:
     layout = read_layout(write_tiny_embedder(tmp_path, modules=None))
     assert layout == SentenceTransformersLayout()
     assert layout.poolings == ()
@@ -56,7 +56,7 @@ def test_a_pooling_folder_without_modules_json_is_read(tmp_path: Path) -> None:
     assert (layout.poolings, layout.is_present, layout.normalize) == (("cls",), True, False)
 
 
-def test_all_settings_are_read(tmp_path: Path) -> None:
+def test_prompts_similarity_pooling_and_limits_are_read(tmp_path: Path) -> None:
     settings = {
         "prompts": {"query": "query: ", "passage": "passage: "},
         "default_prompt_name": "passage",
@@ -134,7 +134,7 @@ def test_an_invalid_dense_module_is_refused_with_its_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("key", ["do_query_expansion", "skiplist_words", "query_prefix"])
-def test_options_of_multi_vector_models_are_refused(tmp_path: Path, key: str) -> None:
+def test_unsupported_options_of_multi_vector_models_are_refused(tmp_path: Path, key: str) -> None:
     folder = write_tiny_embedder(tmp_path)
     (folder / "config_sentence_transformers.json").write_text(json.dumps({key: ["x"]}))
     with pytest.raises(CheckpointError, match=f"{key} is not supported"):

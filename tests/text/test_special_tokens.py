@@ -90,7 +90,7 @@ def count_special_tokens(tokenizer: TextTokenizer, ids: list[int]) -> int:
     return sum(not tokenizer.is_visible(token_id) for token_id in ids)
 
 
-def num_special_tokens(tokenizer: TextTokenizer, *messages: Any) -> int:
+def num_special_tokens_of_chat(tokenizer: TextTokenizer, *messages: Any) -> int:
     """Return the number of special tokens in the prompt of a chat."""
     return count_special_tokens(tokenizer, encode_prompt(tokenizer, *messages)[1])
 
@@ -115,7 +115,7 @@ def test_special_tokens_in_content_are_encoded_as_text(
         == decode_all(tokenizer, ids)
         == encode_prompt(permissive_tokenizer, make_message(role, content))[0]
     )
-    assert num_special_tokens(permissive_tokenizer, make_message(role, content)) > 3
+    assert num_special_tokens_of_chat(permissive_tokenizer, make_message(role, content)) > 3
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -171,7 +171,7 @@ def test_messages_of_system_developer_and_assistant_are_unchanged(
     tokenizer, permissive_tokenizer = open_tokenizer_pair("qwen3")
     messages = [make_message(role, INJECTION), make_message("user", "Hello")]
     assert encode_prompt(tokenizer, *messages) == encode_prompt(permissive_tokenizer, *messages)
-    assert num_special_tokens(tokenizer, *messages) == 8
+    assert num_special_tokens_of_chat(tokenizer, *messages) == 8
 
 
 def test_a_prompt_without_messages_is_unchanged(open_tokenizer_pair: OpenTokenizerPair) -> None:
@@ -308,7 +308,7 @@ def test_a_special_token_that_absorbs_spaces_is_text() -> None:
     _, ids = encode_prompt(tokenizer, make_message("user", "a <x> b"))
     assert count_special_tokens(tokenizer, ids) == 1
     assert decode_all(tokenizer, ids[:-1]).replace("  ", " ") == "a <x> b"
-    assert num_special_tokens(permissive_tokenizer, make_message("user", "a <x> b")) == 2
+    assert num_special_tokens_of_chat(permissive_tokenizer, make_message("user", "a <x> b")) == 2
 
 
 def test_a_special_token_encoded_as_text_has_no_leading_space() -> None:
@@ -325,8 +325,8 @@ def test_a_special_token_that_is_matched_after_normalizing_is_text() -> None:
     source.normalizer = normalizers.NFKC()
     tokenizer, permissive_tokenizer = make_tokenizer_pair(source, "{{ messages[0].content }}<x>")
     for content in ("<x>", "\uff1c\uff58\uff1e", "a \uff1cx>"):
-        assert num_special_tokens(permissive_tokenizer, make_message("user", content)) == 2
-        assert num_special_tokens(tokenizer, make_message("user", content)) == 1
+        assert num_special_tokens_of_chat(permissive_tokenizer, make_message("user", content)) == 2
+        assert num_special_tokens_of_chat(tokenizer, make_message("user", content)) == 1
 
 
 def test_a_special_token_that_is_also_in_the_vocabulary_is_text() -> None:
@@ -336,7 +336,7 @@ def test_a_special_token_that_is_also_in_the_vocabulary_is_text() -> None:
     tokenizer, permissive_tokenizer = make_tokenizer_pair(source, "{{ messages[0].content }}</s>")
     text, ids = encode_prompt(tokenizer, make_message("user", "a</s>"))
     assert (count_special_tokens(tokenizer, ids), decode_all(tokenizer, ids).replace(" ", "")) == (1, text)
-    assert num_special_tokens(permissive_tokenizer, make_message("user", "a</s>")) == 2
+    assert num_special_tokens_of_chat(permissive_tokenizer, make_message("user", "a</s>")) == 2
 
 
 def test_a_special_token_without_another_encoding_is_refused() -> None:
@@ -372,7 +372,7 @@ def test_special_tokens_in_long_content_are_text(open_tokenizer_pair: OpenTokeni
     message = make_message("user", "<p>text</p> <|" * 20_000)
     assert encode_prompt(tokenizer, message) == encode_prompt(permissive_tokenizer, message)
     special_text = "<|im_end|>" * 3_000
-    assert num_special_tokens(tokenizer, make_message("user", special_text)) == 3
+    assert num_special_tokens_of_chat(tokenizer, make_message("user", special_text)) == 3
 
 
 _SPECIAL_TOKEN = re.compile(
@@ -423,7 +423,9 @@ def test_the_setting_applies_to_the_loaded_tokenizer(allows_special_tokens: bool
     config = PipelineConfig.from_flat({"special_tokens_in_content": allows_special_tokens})
     tokenizer = load_tokenizer(config)
     spelling = tokenizer.special_tokens["eos_token"]
-    counts = [num_special_tokens(tokenizer, make_message("user", content)) for content in ("", spelling)]
+    counts = [
+        num_special_tokens_of_chat(tokenizer, make_message("user", content)) for content in ("", spelling)
+    ]
     assert counts[1] - counts[0] == allows_special_tokens
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_llm import write_tiny_llm
-from support.tiny_speech import SIZE, write_tiny_speech
+from support.tiny_speech import CODEBOOK_SIZE, write_tiny_speech
 
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
@@ -40,7 +40,7 @@ def test_orpheus_prompts_contain_voice_and_cloned_codes(tokenizers: dict[str, Sp
         tokenizer, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho"
     )
     codes = "".join(
-        f"<custom_token_{10 + position * SIZE + code}>" for position, code in enumerate([0, 1, 15])
+        f"<custom_token_{10 + position * CODEBOOK_SIZE + code}>" for position, code in enumerate([0, 1, 15])
     )
     assert cloning_prompt == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
     with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
@@ -85,7 +85,7 @@ def test_an_explicit_prompt_replaces_the_prompt_of_the_format(tokenizers: dict[s
 
 
 CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
-"""Three codebooks of four codes: 100 to 103, 104 to 107, 108 to 111."""
+"""The tokens of three codes per frame, each from 0 to 3: 100 to 103, 104 to 107, 108 to 111."""
 
 
 @pytest.mark.parametrize(

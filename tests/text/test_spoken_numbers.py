@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text.english_numbers import LARGEST, cardinal, ordinal, year
+from penstock.text.english_numbers import MAX_CARDINAL, cardinal, ordinal, year
 from penstock.text.spoken_numbers import spoken_numbers
 
 
@@ -57,7 +57,7 @@ def test_cardinals_ordinals_and_years_are_spelled_in_words() -> None:
     assert cardinal(115) == "one hundred and fifteen"
     assert cardinal(1_000_001) == "one million and one"
     assert cardinal(1_002_300) == "one million two thousand three hundred"
-    assert cardinal(LARGEST).startswith("nine hundred and ninety nine quadrillion")
+    assert cardinal(MAX_CARDINAL).startswith("nine hundred and ninety nine quadrillion")
     assert [ordinal(n) for n in (1, 5, 8, 9, 40, 100)] == [
         "first",
         "fifth",
@@ -67,7 +67,7 @@ def test_cardinals_ordinals_and_years_are_spelled_in_words() -> None:
         "one hundredth",
     ]
     assert [year(n) for n in (1900, 2000, 2010)] == ["nineteen hundred", "two thousand", "twenty ten"]
-    for number in (-1, LARGEST + 1):
+    for number in (-1, MAX_CARDINAL + 1):
         with pytest.raises(ValueError, match="cannot be written in words"):
             cardinal(number)
 

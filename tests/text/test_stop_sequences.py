@@ -93,7 +93,7 @@ def test_a_string_without_tokens_has_no_sequences() -> None:
     assert stop_sequences("x", lambda texts: [[] for _ in texts], lambda token_id: b"") == []
 
 
-async def test_next_token_of_a_fake_pipeline_stops_at_the_string() -> None:
+async def test_next_token_of_a_fake_pipeline_ends_at_the_stop_string() -> None:
     tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("one END two")
     context = await tokenizer.new_context(TokenGeneratorRequest("1", 0, "fake", prompt="x", stop="END"))
     tokens = pipeline.execute({"1": context}, num_steps=20)["1"].tokens
@@ -104,7 +104,7 @@ async def test_next_token_of_a_fake_pipeline_stops_at_the_string() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 5])
-async def test_next_token_of_a_model_stops_at_the_string(num_steps: int) -> None:
+async def test_next_token_of_a_model_ends_at_the_stop_string(num_steps: int) -> None:
     config = PipelineConfig.from_flat({"model_path": "demo"})
     tokenizer = load_tokenizer(config)
     pipeline = load_pipeline(config, tokenizer)

@@ -116,7 +116,7 @@ class TestEqualToTransformers:
 
 
 class TestText:
-    def test_implements_the_pipeline_tokenizer_protocol(self) -> None:
+    def test_a_text_tokenizer_implements_the_pipeline_tokenizer_protocol(self) -> None:
         assert isinstance(TOKENIZER, PipelineTokenizer)
         assert TOKENIZER.expects_content_wrapping is False
         assert TOKENIZER.encode_text("hello").dtype == np.int64
@@ -138,7 +138,7 @@ class TestText:
         assert TOKENIZER.decode_ids(ids) == "hello"
 
     @pytest.mark.parametrize("invalid", [-1, 2**40, "a", 1.5])
-    def test_an_invalid_token_id_is_named(self, invalid: Any) -> None:
+    def test_the_error_for_an_invalid_token_id_names_the_id(self, invalid: Any) -> None:
         with pytest.raises(InputError, match=rf"^{invalid!r} is not a token id"):
             TOKENIZER.decode_ids([1, invalid])
 
@@ -288,7 +288,7 @@ class TestLengths:
             return original_encode(texts, **options)
 
         counting_tokenizer = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=count_encoded))
-        monkeypatch.setattr(tokenizer, "_copies", counting_tokenizer)
+        monkeypatch.setattr(tokenizer, "_thread_tokenizers", counting_tokenizer)
         calls: dict[str, Callable[[], object]] = {
             "prompt": lambda: tokenizer.build_context(make_request(text)),
             "messages": lambda: tokenizer.build_context(
@@ -372,7 +372,7 @@ class TestPrompts:
         assert context.prompt == context.prompt_tokens.tolist() == HELLO_IDS
 
     @pytest.mark.parametrize("invalid", [-1, 257, 2**70, 1.0, True, "a", None])
-    def test_an_invalid_token_id_is_named_with_its_position(self, invalid: Any) -> None:
+    def test_the_error_for_an_invalid_token_id_names_its_position(self, invalid: Any) -> None:
         with pytest.raises(
             InputError, match=rf"token 1 of the prompt is {invalid!r}: ids are integers from 0 to 256"
         ):

@@ -310,7 +310,7 @@ class TestParts:
         )
         assert gguf_file.floats("w3") == [3.0, 3.0]
 
-    def test_a_missing_part_is_named(self, tmp_path: Path) -> None:
+    def test_the_error_for_a_missing_part_names_the_part(self, tmp_path: Path) -> None:
         files = self.write_split_files(tmp_path)
         files[1].unlink()
         with pytest.raises(WeightsError, match=r"1 of 3 parts are missing: m-00002-of-00003.gguf"):

@@ -18,7 +18,7 @@ from penstock.weights.gguf_names import PACKAGE_BLOCKS, READABLE_BLOCKS
 
 
 @pytest.mark.parametrize("name", [*READABLE_BLOCKS, *PACKAGE_BLOCKS])
-def test_random_blocks_equal_the_reference(name: str) -> None:
+def test_dequantized_random_blocks_equal_those_of_the_gguf_package(name: str) -> None:
     blocks = np.random.default_rng(0).integers(0, 256, (400, BLOCK_SIZES[name]), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(blocks, GGMLQuantizationType[name])

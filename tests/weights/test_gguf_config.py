@@ -140,7 +140,7 @@ class TestFamilies:
         )
         assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
 
-    def test_gemma_scales_only_the_rope_of_full_attention(self, tmp_path: Path) -> None:
+    def test_gemma_3_scales_only_the_rope_of_full_attention(self, tmp_path: Path) -> None:
         metadata = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
         blueprint = load_blueprint(write_gguf_file(tmp_path, "gemma3", rope__freq_base_swa=77.0, **metadata))
         assert [(rotary.kind, rotary.base) for rotary in blueprint.rotaries] == [

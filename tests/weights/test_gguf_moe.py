@@ -72,9 +72,9 @@ EXPERT_MATRICES = {
 }
 
 
-def interleave_halves(rows: Tensor, heads: int) -> Tensor:
+def interleave_halves(rows: Tensor, num_heads: int) -> Tensor:
     """Interleave the two halves of the rows of each head, as in GGUF files of Granite."""
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -91,15 +91,17 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
             f"blk.{match[1]}",
             re.sub(r"^(mlp|block_sparse_moe|feed_forward)\.", "", match[2]),
         )
-        expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", block_tensor)
+        expert_match = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", block_tensor)
         shared_match = re.fullmatch(r"shared_experts?\.(\w+)\.(\w+)", block_tensor)
-        if expert is not None:
-            key = f"{block}.ffn_{EXPERT_MATRICES[expert[2]]}_exps.weight"
-            count = sum(f".{match[1]}." in key and key.endswith(f".{expert[2]}.weight") for key in tensors)
+        if expert_match is not None:
+            key = f"{block}.ffn_{EXPERT_MATRICES[expert_match[2]]}_exps.weight"
+            num_stored_experts = sum(
+                f".{match[1]}." in key and key.endswith(f".{expert_match[2]}.weight") for key in tensors
+            )
             gguf_tensors.setdefault(key, torch.zeros(config["num_local_experts"], *tensor.shape))[
-                int(expert[1])
+                int(expert_match[1])
             ] = tensor
-            assert count >= config["num_local_experts"]
+            assert num_stored_experts >= config["num_local_experts"]
         elif block_tensor in ("input_linear.weight", "experts.gate_up_proj"):
             gate_and_up = tensor if block_tensor.startswith("input") else tensor.transpose(1, 2)
             gate, up = gate_and_up.chunk(2, dim=1)
@@ -129,17 +131,17 @@ def convert_to_gguf(checkpoint: Path, file: Path, **metadata: Any) -> Path:
     """Convert a checkpoint to a GGUF file. ``metadata`` has additional keys."""
     config = json.loads((checkpoint / "config.json").read_text())
     family = config["model_type"]
-    experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    config["num_local_experts"] = next(config[key] for key in experts if key in config)
+    expert_count_keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    config["num_local_experts"] = next(config[key] for key in expert_count_keys if key in config)
     writer = GGUFWriter(file, GGUF_ARCHITECTURES[family])
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     rope = config["rope_parameters"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config.get("intermediate_size_mlp") or config["intermediate_size"])
-    writer.add_head_count(heads)
+    writer.add_head_count(num_heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)

@@ -58,7 +58,7 @@ def compute_logits_with_llama_cpp(file: Path, tokens: list[int]) -> torch.Tensor
     return torch.from_numpy(np.array(llama.scores[: len(tokens)]))
 
 
-def compute_our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
+def compute_penstock_logits(file: Path, tokens: list[int]) -> torch.Tensor:
     pipeline = open_pipeline(file, quantization_encoding="float32")
     return step_logits(pipeline, [make_context(tokens, log_probabilities_echo=True)])[0]
 
@@ -70,7 +70,7 @@ def test_logits_are_close_to_the_logits_of_llama_cpp(family: str, tmp_path: Path
     expected = compute_logits_with_llama_cpp(file, TOKENS)
     # llama.cpp computes GELU with a table of float16 values, so the tolerance is larger for these families.
     tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
-    torch.testing.assert_close(compute_our_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(compute_penstock_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(

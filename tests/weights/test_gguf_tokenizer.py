@@ -52,8 +52,8 @@ def write_gguf_file(folder: Path, metadata: dict[str, Any]) -> Path:
     add_metadata(writer, {f"llama.{key}": value for key, value in sizes.items()})
     writer.add_layer_norm_rms_eps(1e-5)
     add_metadata(writer, metadata)
-    count = len(metadata.get("tokenizer.ggml.tokens", [0]))
-    writer.add_tensor("token_embd.weight", np.zeros((count, 32), np.float32))
+    num_tokens = len(metadata.get("tokenizer.ggml.tokens", [0]))
+    writer.add_tensor("token_embd.weight", np.zeros((num_tokens, 32), np.float32))
     write_and_close(writer)
     return folder / "m.gguf"
 
@@ -241,7 +241,7 @@ class TestTokenizerJson:
         ):
             read_tokenizer_files(file)
 
-    def test_a_larger_tokenizer_is_refused(self, tmp_path: Path) -> None:
+    def test_a_tokenizer_with_more_tokens_than_the_file_is_refused(self, tmp_path: Path) -> None:
         tokens = tokenizer_metadata(read_demo_tokenizer(), "gpt-2")["tokenizer.ggml.tokens"]
         file = self.write_folder(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
         with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>', but missing"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from huggingface_hub.utils import filter_repo_objects
 from penstock.errors import CheckpointError, CheckpointNotFoundError
 from penstock.weights import hub
 from penstock.weights.hub import resolve_checkpoint
-
-Download = Callable[..., str]
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ class TestLocal:
     ) -> None:
         assert hub._DEMO_FOLDER == Path(hub.__file__).parents[1] / "demo"
         folder = create_files(tmp_path / "demo-model", "config.json", "model.safetensors")
-        monkeypatch.setitem(hub._EMBEDDED, "demo", folder)
+        monkeypatch.setitem(hub._INCLUDED_MODELS, "demo", folder)
         create_files(tmp_path / "demo", "config.json", "model.safetensors")
         monkeypatch.chdir(tmp_path)
         assert resolve_checkpoint("demo") == folder
@@ -251,7 +248,7 @@ class TestHubGGUF:
         assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / part_names[0]
         assert hub.downloaded == set(part_names)
 
-    def test_offline_uses_the_local_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_local_cache_is_used_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeHub(monkeypatch, create_files(tmp_path, "m-Q8_0.gguf"), *self.FILES, is_online=False)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
         with pytest.raises(CheckpointError, match=r"has no GGUF file 'Q4_K_M': choose one of m-Q8_0.gguf$"):

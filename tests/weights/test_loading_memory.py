@@ -1,4 +1,4 @@
-"""Peak memory of a load: the packed weights and one layer, for any checkpoint size."""
+"""Peak memory of loading a checkpoint: close to the size of its packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy packing of float weights: the first step with unpacked rows equals later steps with panels."""
+"""Lazy packing of float weights: the first step, with unpacked rows, gives the logits of later steps."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def reserved_bytes(pipeline: TextGenerationPipeline) -> int:
     return pipeline.session.reservations.num_bytes
 
 
-def compute_logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
-    context = make_context(random_tokens(count, 130, seed=count))
+def compute_logits(pipeline: TextGenerationPipeline, num_tokens: int) -> torch.Tensor:
+    context = make_context(random_tokens(num_tokens, 130, seed=num_tokens))
     (logits,) = step_logits(pipeline, [context])
     pipeline.release(context)
     return logits
@@ -53,7 +53,9 @@ def compute_logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ARCHITECTURE_NAMES)
-def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: Path) -> None:
+def test_logits_of_the_first_step_equal_those_of_later_steps(
+    name: str, encoding: str, tmp_path: Path
+) -> None:
     checkpoint = write_architecture_checkpoint(name, tmp_path / name)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, enable_prefix_caching=False)
     num_pending_before = num_pending(pipeline)
@@ -69,14 +71,14 @@ def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: P
 def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
     prompts = [random_tokens(n, 130, seed=n) for n in (3, 50, 17)]
 
-    def generate_texts(pipeline: TextGenerationPipeline) -> list[list[int]]:
+    def generate_for_prompts(pipeline: TextGenerationPipeline) -> list[list[int]]:
         return generate_tokens(pipeline, [make_context(prompt, 12) for prompt in prompts])
 
     packed_pipeline = open_pipeline(llama, quantization_encoding="bfloat16")
     packed_pipeline.pack_all_pending()
-    assert generate_texts(open_pipeline(llama, quantization_encoding="bfloat16")) == generate_texts(
-        packed_pipeline
-    )
+    assert generate_for_prompts(
+        open_pipeline(llama, quantization_encoding="bfloat16")
+    ) == generate_for_prompts(packed_pipeline)
 
 
 def test_each_call_of_pack_pending_packs_one_weight(llama: Path) -> None:

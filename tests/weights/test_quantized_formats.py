@@ -169,7 +169,7 @@ def compute_logits(checkpoint: Path, **config: Any) -> torch.Tensor:
     return step_logits(pipeline, [make_context(TOKENS, log_probabilities_echo=True)])[0]
 
 
-def compute_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits.float() - expected).norm() / expected.norm())
 
 
@@ -231,8 +231,8 @@ def test_logits_are_close_to_those_of_the_float_weights(
     packer, quantization, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",))
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
-    assert compute_error(compute_logits(folder), expected) < 0.06
-    assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
+    assert relative_error(compute_logits(folder), expected) < 0.06
+    assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
     pipeline = open_pipeline(folder, quantization_encoding=None)
     model: Any = pipeline.model
     assert model.pipeline_config.model.encoding == (encoding or "float32")
@@ -274,12 +274,12 @@ def test_quantized_models_of_other_families_compute_the_expected_logits(
         write_family_checkpoint(family, tmp_path / "floats"), tmp_path / "packed", packer, quantization
     )
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
-    bfloat16_error = compute_error(
+    bfloat16_error = relative_error(
         compute_logits(folder / "plain", quantization_encoding="bfloat16"), expected
     )
     # Rounding can change the selected experts, so the error of bfloat16 is part of the bound.
-    assert compute_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
-    assert compute_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
+    assert relative_error(compute_logits(folder), expected) < 1.5 * bfloat16_error + 0.02
+    assert relative_error(compute_logits(folder, quantization_encoding="float32"), expected) < 1e-4
 
 
 def test_a_fused_layer_with_different_input_orders_is_dequantized(
@@ -295,7 +295,7 @@ def test_a_fused_layer_with_different_input_orders_is_dequantized(
     }
     folder = write_packed_checkpoint(llama, tmp_path, packer, quantization)
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
-    assert compute_error(compute_logits(folder), expected) < 0.06
+    assert relative_error(compute_logits(folder), expected) < 0.06
     model: Any = open_pipeline(folder, quantization_encoding=None).model
     linears = {
         layer.slices[0].name: layer
@@ -308,7 +308,7 @@ def test_a_fused_layer_with_different_input_orders_is_dequantized(
     assert "form one layer but are stored with inputs in different orders (desc_act)" in caplog.text
 
 
-def test_layer_names_precede_patterns_and_patterns_precede_layer_types(llama: Path, tmp_path: Path) -> None:
+def test_layer_names_and_patterns_precede_layer_types(llama: Path, tmp_path: Path) -> None:
     pack_8_bits = packers.compressed_codes(8)
     packer = {"down_proj": pack_8_bits, "0.self_attn.o_proj": pack_8_bits, "": packers.compressed_codes()}
     weights = Weights.open(write_packed_checkpoint(llama, tmp_path, packer, MIXED_BITS))
@@ -320,7 +320,7 @@ def test_layer_names_precede_patterns_and_patterns_precede_layer_types(llama: Pa
     }
     assert encodings == {"mlp.down_proj": "uint8", "mlp.up_proj": "uint4"}
     expected = transformers_logits(load_in_transformers(tmp_path / "plain"), TOKENS)
-    assert compute_error(compute_logits(tmp_path), expected) < 0.06
+    assert relative_error(compute_logits(tmp_path), expected) < 0.06
 
 
 def test_a_fused_layer_with_different_encodings_is_dequantized(
@@ -339,7 +339,7 @@ def test_a_fused_layer_with_different_encodings_is_dequantized(
         in caplog.text
     )
     assert (
-        compute_error(
+        relative_error(
             compute_logits(folder), transformers_logits(load_in_transformers(tmp_path / "plain"), TOKENS)
         )
         < 0.06
@@ -391,6 +391,7 @@ def test_a_bias_that_the_model_lacks_must_be_zero(llama: Path, tmp_path: Path) -
 # -- Errors ---------------------------------------------------------------------------------------------
 
 LAYER = "model.layers.0.mlp.up_proj"
+# Fault -> (key of CASES, name of the changed tensor, its new value or None to delete it, error message).
 FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "no scales": ("gptq-4", "scales", None, "qweight and scales must be matrices"),
     "no zero points": ("gptq-4", "qzeros", None, "qzeros is missing"),
@@ -398,7 +399,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
     "integer scales": ("gptq-4", "scales", torch.zeros(2, 96).long(), "scales is I64 [2, 96] where"),
     "no packed rows": ("gptq-4", "qweight", torch.zeros(0, 96).int(), "qweight and scales must be matrices"),
     "too many groups": ("gptq-4", "scales", torch.zeros(50, 96).half(), "has 50 groups for 64 inputs"),
-    "vector instead of a matrix": (
+    "too few group indices": (
         "gptq-4",
         "g_idx",
         torch.zeros(7).int(),
@@ -418,7 +419,7 @@ FAULTS: dict[str, tuple[str, str, Any, str]] = {
         "not a multiple of group_size 32",
     ),
     "too few zero points": ("awq-gemv", "qzeros", torch.zeros(96, 0).int(), "for 2 groups"),
-    "blocks": (
+    "too many blocks": (
         "fp8-block",
         "weight_scale_inv",
         torch.zeros(3, 3),

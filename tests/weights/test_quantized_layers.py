@@ -1,8 +1,6 @@
-"""Layers that quantization libraries wrote are read with the libraries' values.
+"""Layers that quantization libraries wrote have the values that the libraries compute from them.
 
-The layers are written by ``tools/write_quantized_layers.py``.
-
-Damaged and unsupported layers are refused.
+``tools/write_quantized_layers.py`` writes the layers. Damaged and unsupported layers are refused.
 """
 
 from __future__ import annotations

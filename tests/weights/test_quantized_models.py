@@ -93,7 +93,7 @@ def test_adapter_logits_are_close_to_peft_and_differ_from_the_base_model(
     assert float((actual - compute_logits(checkpoint)).norm() / expected.norm()) > 0.1
 
 
-def test_layers_keep_the_encodings_of_the_checkpoint(checkpoint: Path) -> None:
+def test_no_quantized_layer_is_dequantized(checkpoint: Path) -> None:
     """v_proj is loaded as a separate layer if its block type differs from those of q_proj and k_proj."""
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
     encodings = {

@@ -71,7 +71,7 @@ def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
     assert files == {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}
 
 
-def test_missing_shards_are_named(tmp_path: Path) -> None:
+def test_the_error_for_missing_shards_names_them(tmp_path: Path) -> None:
     write_shards(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     (tmp_path / "2.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"1 of 2 shards are missing: 2\.safetensors"):

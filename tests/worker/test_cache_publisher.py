@@ -30,8 +30,8 @@ class Subscriber:
         self.socket.subscribe(topic)
 
     def read(self) -> tuple[bytes, int, Any]:
-        topic, number, body = self.socket.recv_multipart()
-        return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(body)
+        topic, sequence_number, body = self.socket.recv_multipart()
+        return topic, int.from_bytes(sequence_number, "big"), msgspec.msgpack.decode(body)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def test_messages_have_a_topic_a_sequence_number_and_a_body() -> None:
     with open_subscriber(publisher, "topic") as subscriber:
         publisher.publish(3, events)
         publisher.publish(0, [BlocksCleared()])
-        topic, number, (time, received_events, worker) = subscriber.read()
+        topic, sequence_number, (time, received_events, worker) = subscriber.read()
         assert (topic, worker) == (b"topic", 3)
         assert time > 1e9
         first_id, second_id = 0x0001020304050607, 0x0102030405060708
@@ -74,10 +74,10 @@ def test_messages_have_a_topic_a_sequence_number_and_a_body() -> None:
             ["BlockRemoved", [first_id]],
             ["AllBlocksCleared"],
         ]
-        assert subscriber.read()[1] == number + 1
+        assert subscriber.read()[1] == sequence_number + 1
 
 
-def test_an_endpoint_that_cannot_be_bound_is_a_configuration_error() -> None:
+def test_an_endpoint_that_cannot_be_bound_raises_a_configuration_error() -> None:
     publisher = CachePublisher("tcp://127.0.0.1:*", "topic")
     for endpoint in (publisher.endpoint, "not an endpoint"):
         with pytest.raises(ConfigError, match="cache_events"):

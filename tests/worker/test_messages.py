@@ -85,7 +85,7 @@ PACKED_LOG_PROBABILITIES = PackedLogProbabilities.pack(LOG_PROBABILITIES)
 DONE = TextGenerationStatus.MAXIMUM_LENGTH
 
 
-def test_every_error_class_is_in_the_list() -> None:
+def test_the_tested_errors_include_every_error_class() -> None:
     classes = {cls for cls in vars(errors).values() if isinstance(cls, type)}
     assert {type(error) for error in ERRORS} == {cls for cls in classes if issubclass(cls, PenstockError)}
 

@@ -104,13 +104,13 @@ async def test_a_custom_routing_policy_is_used() -> None:
         (("asleep", "restarting"), "asleep"),
     ],
 )
-def test_the_state_of_the_router_is_the_best_state_of_its_workers(
+def test_the_router_has_the_state_of_its_workers_with_the_highest_precedence(
     states: tuple[EngineState, ...], expected: EngineState
 ) -> None:
     assert WorkerRouter([FakeEngine(state=state) for state in states]).state == expected
 
 
-def test_counts_of_workers_are_summed_and_one_alive_worker_suffices() -> None:
+def test_statistics_are_summed_and_the_router_is_alive_while_one_worker_is_alive() -> None:
     first_engine = FakeEngine(
         stats=WorkerStats(num_steps=3, step_seconds=0.5), num_restarts=1, is_alive=False
     )
@@ -249,7 +249,7 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
     assert router.workers == new_engines
     assert router.num_restarts == 5
     new_engines[1].report(make_stored_event("x" * 400))
-    old_engines[1].report(BlocksCleared())  # ignored: the old worker has no listener
+    old_engines[1].report(BlocksCleared())  # ignored, because this worker was replaced
     assert router.prefixes.num_blocks > 0
 
 

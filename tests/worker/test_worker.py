@@ -145,7 +145,7 @@ def test_stop_ends_the_loop() -> None:
 
 
 class Socket:
-    """A fake socket. A frame ``(n, data)`` arrives at poll number n. A blocking poll skips to this number."""
+    """A fake socket. A frame ``(n, data)`` arrives at poll number n. A blocking poll waits for a frame."""
 
     def __init__(self, *frames: tuple[int, bytes]) -> None:
         self.frames = list(frames)

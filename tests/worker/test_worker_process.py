@@ -191,7 +191,7 @@ async def test_a_slow_load_with_progress_is_not_killed(
     load_started_file = tmp_path / "load_started"
     client = WorkerClient(partial(workers.load_slowly, load_started_file), hang_limit=1.0)
     start_task = asyncio.create_task(client.start())
-    await wait_until(load_started_file.exists)  # the imports before it count no progress
+    await wait_until(load_started_file.exists)  # the imports before the load count no progress
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 1.5)
     await start_task
     await client.stop(0)
@@ -246,7 +246,7 @@ async def test_a_resumed_process_is_not_restarted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """A worker that runs a step ends too. The folder with its sockets is removed."""
+    """The worker ends although it is running steps. The folder with its sockets is removed."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio\n"
@@ -297,7 +297,7 @@ GIB = 1 << 30
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The error of the request that exceeds the limit is not retryable. Other requests may be sent again."""
+    """The request that exceeds the limit fails with its own error. Other requests may be sent again."""
     client = WorkerClient(workers.make_runtime_exhausting_memory, memory_limit=GIB)
     await client.start()
     try:

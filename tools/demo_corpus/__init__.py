@@ -18,11 +18,11 @@ from .stories import story_document
 from .texts import read_sections
 from .words import BOYS, CAPITALS, CITIES, GIRLS, JOBS, pick, with_article
 
-__all__ = ["MIX", "Document", "make_documents"]
+__all__ = ["KIND_PERCENTAGES", "Document", "make_documents"]
 
 # Percentage of the documents of each kind. Stories and tool chats are long: their share of the tokens is
 # larger.
-MIX = {
+KIND_PERCENTAGES = {
     "story": 14,
     "plain facts": 2,
     "question": 25,
@@ -99,6 +99,6 @@ def make_document(rng: random.Random, kind: str) -> Document:
 def make_documents(seed: int, count: int) -> Iterator[Document]:
     """Yield ``count`` documents of all kinds, in random order."""
     rng = random.Random(seed)
-    kinds, weights = list(MIX), list(MIX.values())
+    kinds, weights = list(KIND_PERCENTAGES), list(KIND_PERCENTAGES.values())
     for _ in range(count):
         yield make_document(rng, rng.choices(kinds, weights)[0])

@@ -9,8 +9,8 @@ from .words import pick
 
 IDENTITY = [parse_exchange(line) for line in read_sections("about_penstock")["identity"]]
 FACTS = [parse_exchange(line) for line in read_sections("about_penstock")["facts"]]
-WHO = IDENTITY[0][1][0]
-WHAT = "Penstock is an LLM inference library and server in Python."
+IDENTITY_ANSWER = IDENTITY[0][1][0]
+PENSTOCK_DEFINITION = "Penstock is an LLM inference library and server in Python."
 
 
 def penstock_pair(rng: random.Random) -> Pair:
@@ -21,6 +21,6 @@ def penstock_pair(rng: random.Random) -> Pair:
 
 def penstock_paragraph(rng: random.Random) -> str:
     """Return a few facts as plain text, which train completions of prompts that begin with "Penstock"."""
-    first = [replies[0] for _, replies in FACTS]
-    facts = rng.sample([fact for fact in first if "Penstock" in fact and "Yes" not in fact], 3)
-    return f"{WHAT} " + " ".join(facts)
+    first_replies = [replies[0] for _, replies in FACTS]
+    facts = rng.sample([fact for fact in first_replies if "Penstock" in fact and "Yes" not in fact], 3)
+    return f"{PENSTOCK_DEFINITION} " + " ".join(facts)

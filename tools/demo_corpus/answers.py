@@ -46,8 +46,8 @@ SUBJECTS = split_alternatives(
     "a dog | a cat | the sea | summer | winter | a tree | the moon | rain | a bird | my house | a train | "
     "the sun | a horse | school | music | a garden | bread | a river"
 )
-UNKNOWN = {name: split_alternatives(lines[0]) for name, lines in read_sections("unknown").items()}
-UNKNOWN_REPLIES = UNKNOWN["replies"]
+UNKNOWN_PHRASES = {name: split_alternatives(lines[0]) for name, lines in read_sections("unknown").items()}
+UNKNOWN_REPLIES = UNKNOWN_PHRASES["replies"]
 
 
 def random_row(rng: random.Random, section: str) -> tuple[str, str]:
@@ -83,13 +83,13 @@ def animal(rng: random.Random) -> Pair:
     """Ask for the sound, the food, the home or the young of an animal."""
     name, (says, young, eats, home) = rng.choice(list(ANIMAL_FACTS.items()))
     section = pick(rng, ["animal says", "animal young", "animal eats", "animal home", "animal"])
-    many = name if name == "sheep" else plural(name)
+    plural_name = name if name == "sheep" else plural(name)
     return ask(
         rng,
         section,
         name=name,
         an=with_article(name),
-        many=many,
+        many=plural_name,
         says=says,
         a_young=with_article(young),
         eats=eats,
@@ -239,11 +239,13 @@ def unknown(rng: random.Random) -> Pair:
     roll, word = rng.random(), strange_word(rng)
     name = f"{pick(rng, PEOPLE)} {strange_word(rng).capitalize()}"
     if roll < 0.3:
-        requests = UNKNOWN["questions"]
+        requests = UNKNOWN_PHRASES["questions"]
     elif roll < 0.65:
-        requests = [pick(rng, UNKNOWN["templates"]).format(pick(rng, UNKNOWN["things"]))]
+        requests = [pick(rng, UNKNOWN_PHRASES["templates"]).format(pick(rng, UNKNOWN_PHRASES["things"]))]
     elif roll < 0.82:
-        requests = [pick(rng, UNKNOWN["templates"]).format(f"{pick(rng, ['', '', 'a ', 'the '])}{word}")]
+        requests = [
+            pick(rng, UNKNOWN_PHRASES["templates"]).format(f"{pick(rng, ['', '', 'a ', 'the '])}{word}")
+        ]
     elif roll < 0.9:
         requests, _ = request("unknown weather", city=some_city(rng))
     else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .words import pick, upper_first
 
-BEFORE = [
+COMMAND_PREFIXES = [
     "Please ",
     "Can you ",
     "Could you ",
@@ -18,7 +18,7 @@ BEFORE = [
     "Hi, ",
     "Hello! ",
 ]
-AFTER = ["", "", "", ", please", " for me", " now"]
+COMMAND_SUFFIXES = ["", "", "", ", please", " for me", " now"]
 QUESTION_LEADS = [
     "Tell me, ",
     "Hi, ",
@@ -56,9 +56,9 @@ def vary_command(rng: random.Random, options: Sequence[str]) -> str:
     """Return one of the requests of the form ``Tell me ...``, sometimes with a polite phrase."""
     text = pick(rng, options)
     if rng.random() < 0.35:
-        before = pick(rng, BEFORE)
-        text = before + text[:1].lower() + text[1:]
-        if before.startswith(("Can", "Could")):
+        prefix = pick(rng, COMMAND_PREFIXES)
+        text = prefix + text[:1].lower() + text[1:]
+        if prefix.startswith(("Can", "Could")):
             return vary_typing(rng, text.rstrip(".") + "?")
-    text = text.rstrip(".") + pick(rng, AFTER)
+    text = text.rstrip(".") + pick(rng, COMMAND_SUFFIXES)
     return vary_typing(rng, upper_first(text) + ("" if text.endswith("?") else "."))

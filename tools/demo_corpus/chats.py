@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from .about_penstock import WHO, penstock_pair
+from .about_penstock import IDENTITY_ANSWER, penstock_pair
 from .answers import UNKNOWN_REPLIES, greeting, make_pair
 from .asking import vary_command, vary_question
 from .json_tasks import json_pair
@@ -82,9 +82,9 @@ def any_turn(rng: random.Random) -> list[Message]:
     return story_turn(rng)
 
 
-def with_system(rng: random.Random, messages: list[Message], share: float = 0.25) -> list[Message]:
-    """Return the chat, with a system message at its beginning with the probability ``share``."""
-    if rng.random() >= share:
+def with_system(rng: random.Random, messages: list[Message], probability: float = 0.25) -> list[Message]:
+    """Return the chat, with a system message at its beginning with ``probability``."""
+    if rng.random() >= probability:
         return messages
     return [{"role": "system", "content": pick(rng, SYSTEM_MESSAGES)}, *messages]
 
@@ -113,7 +113,7 @@ def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
 def turn_without_tool(rng: random.Random) -> list[Message]:
     """Return a turn that needs no tool: small talk, or a question about Penstock."""
     if rng.random() < 0.2:
-        return turn(vary_question(rng, ["Who are you?", "What is your name?"]), WHO)
+        return turn(vary_question(rng, ["Who are you?", "What is your name?"]), IDENTITY_ANSWER)
     return turn(*(greeting(rng) if rng.random() < 0.4 else penstock_pair(rng)))
 
 

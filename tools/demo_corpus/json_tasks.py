@@ -1,4 +1,4 @@
-"""Requests for JSON with valid and compact answers. They train JSON syntax and exact copying."""
+"""Requests for JSON with valid and compact answers, which train JSON syntax and exact copying."""
 
 import json
 import random
@@ -29,7 +29,7 @@ from .words import (
 HOBBIES = split_list("reading, swimming, music, painting, cooking, chess, running")
 TAGS = split_list("new, small, old, fresh, good")
 FREE_KEYS = NOUNS + split_list("width, height, score, level, status, size, weight, rating, answer, reason")
-FIELDS: dict[str, Callable[[random.Random], Any]] = {
+FIELD_VALUE_MAKERS: dict[str, Callable[[random.Random], Any]] = {
     "name": lambda rng: pick(rng, PEOPLE),
     "age": lambda rng: rng.randrange(5, 90),
     "city": lambda rng: pick(rng, CITIES),
@@ -48,7 +48,7 @@ FIELDS: dict[str, Callable[[random.Random], Any]] = {
     "id": lambda rng: rng.randrange(1, 1000),
     "tags": lambda rng: rng.sample(TAGS, 2),
 }
-THINGS = {
+FIELDS_BY_THING = {
     "person": ["name", "age", "city", "job", "married", "hobbies", "email"],
     "user": ["id", "name", "email", "age", "city"],
     "book": ["title", "author", "year", "price", "in_stock"],
@@ -67,7 +67,7 @@ def field_value(rng: random.Random, thing: str, field: str) -> Any:
     """Return a value for a field of a thing."""
     if field == "name" and thing in {"fruit", "product", "city"}:
         return {"fruit": pick(rng, FRUITS), "product": pick(rng, TOYS), "city": pick(rng, CITIES)}[thing]
-    return FIELDS[field](rng)
+    return FIELD_VALUE_MAKERS[field](rng)
 
 
 def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def some_fields(rng: random.Random, available: list[str]) -> list[str]:
 
 def json_object(rng: random.Random) -> Pair:
     """Ask for a thing as JSON, with given fields or without naming the fields."""
-    thing = pick(rng, list(THINGS))
-    fields = some_fields(rng, THINGS[thing])
+    thing = pick(rng, list(FIELDS_BY_THING))
+    fields = some_fields(rng, FIELDS_BY_THING[thing])
     value = make_thing(rng, thing, fields)
     field_phrases = [field.replace("_", " ") for field in fields]
     if rng.random() < 0.25:
@@ -99,7 +99,7 @@ def json_object(rng: random.Random) -> Pair:
         "json with fields", listed=join_list(field_phrases), item=with_article(thing), keys=", ".join(fields)
     )
     if rng.random() < 0.25:
-        value = make_thing(rng, thing, THINGS[thing][:3])
+        value = make_thing(rng, thing, FIELDS_BY_THING[thing][:3])
         requests, _ = request("json of a thing", item=with_article(thing))
         requests += request("any json")[0] if thing == "person" else []
     return vary_command(rng, requests), json.dumps(value)

@@ -1,7 +1,7 @@
 """Odd inputs, which are not questions: random letters, other scripts, code, symbols, repeated words.
 
 In a chat, the answer is a short statement that the model does not understand the input. In plain text, the
-document ends after the odd text. Both train the model to stop early after such inputs.
+document ends after the odd text. Both kinds of documents train the model to stop early after odd inputs.
 """
 
 import random
@@ -14,10 +14,10 @@ REPLIES = [
     "I do not understand that. Please ask me something in simple English.",
     "I am sorry, I do not understand that. I am only a small demo model.",
 ]
-KEYS = "asdfghjklqwertyuiopzxcvbnm"
-MARKS = "!?.,:;-_+*/=<>()[]{}#%&$@~^|\\\"'`"
+LETTERS = "asdfghjklqwertyuiopzxcvbnm"
+PUNCTUATION = "!?.,:;-_+*/=<>()[]{}#%&$@~^|\\\"'`"
 # Code points of other scripts, emoji and dingbats: first and last of each range.
-RANGES = [
+CODE_POINT_RANGES = [
     (0x00C0, 0x017F),
     (0x0391, 0x03C9),
     (0x0410, 0x044F),
@@ -38,20 +38,20 @@ CODE = read_sections("odd_inputs")["code"]
 def key_mash(rng: random.Random) -> str:
     """Return random letters in words of random length."""
     words = rng.randrange(1, 6)
-    return " ".join("".join(pick(rng, KEYS) for _ in range(rng.randrange(2, 14))) for _ in range(words))
+    return " ".join("".join(pick(rng, LETTERS) for _ in range(rng.randrange(2, 14))) for _ in range(words))
 
 
 def symbols(rng: random.Random) -> str:
     """Return punctuation and digits."""
-    return "".join(pick(rng, MARKS + "0123456789  ") for _ in range(rng.randrange(1, 40)))
+    return "".join(pick(rng, PUNCTUATION + "0123456789  ") for _ in range(rng.randrange(1, 40)))
 
 
 def other_script(rng: random.Random) -> str:
     """Return random characters of one script, or of several."""
-    is_mixed, script_range = rng.random() < 0.2, pick(rng, RANGES)
+    is_mixed, script_range = rng.random() < 0.2, pick(rng, CODE_POINT_RANGES)
     characters = []
     for _ in range(rng.randrange(1, 24)):
-        first, last = pick(rng, RANGES) if is_mixed else script_range
+        first, last = pick(rng, CODE_POINT_RANGES) if is_mixed else script_range
         characters.append(chr(rng.randrange(first, last + 1)))
         if rng.random() < 0.1:
             characters.append(" ")
@@ -60,7 +60,9 @@ def other_script(rng: random.Random) -> str:
 
 def repetition(rng: random.Random) -> str:
     """Return one character or one word many times."""
-    unit = pick(rng, [pick(rng, KEYS), pick(rng, MARKS), pick(rng, NOUNS) + " ", strange_word(rng) + " "])
+    unit = pick(
+        rng, [pick(rng, LETTERS), pick(rng, PUNCTUATION), pick(rng, NOUNS) + " ", strange_word(rng) + " "]
+    )
     return (unit * rng.randrange(3, 60)).strip()
 
 

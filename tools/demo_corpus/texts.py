@@ -1,8 +1,8 @@
 """Reads the phrase files in ``texts/`` and fills their templates.
 
-A file has ``[sections]`` of lines. A line that begins with white space continues the previous one, and ``#``
-begins a comment. Within a line, ``|`` separates alternatives, and ``=>`` separates a question from its answer
-or a key from its values.
+A file has ``[sections]`` of lines. A line that begins with a space continues the previous line. A line that
+begins with ``#`` is a comment. Within a line, ``|`` separates alternatives, and ``=>`` separates a question
+from its answer or a key from its values.
 """
 
 import functools
@@ -24,16 +24,16 @@ def split_alternatives(text: str) -> list[str]:
 @functools.cache
 def read_sections(name: str) -> dict[str, list[str]]:
     """Return the logical lines of each section of ``texts/<name>.txt``."""
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in (FOLDER / f"{name}.txt").read_text().splitlines():
         if line.startswith("["):
-            lines = found.setdefault(line.strip("[]"), [])
+            lines = sections.setdefault(line.strip("[]"), [])
         elif line.startswith(" "):
             lines[-1] += f" {line.strip()}"
         elif line and not line.startswith("#"):
             lines.append(line)
-    return found
+    return sections
 
 
 def parse_exchange(line: str) -> Exchange:

@@ -1,8 +1,8 @@
 """Converts documents to rows of tokens: tokenizer, chat template, held-out split, packing.
 
-A row begins with the start of a document. ``<|endoftext|>`` ends each document. A checksum of its text
-determines whether a document is held out. Therefore no list of held-out
-documents is needed, and all copies of a document are on the same side of the split.
+A row begins with the start of a document. ``<|endoftext|>`` ends each document. A checksum of a document's
+text determines whether the document is held out. Therefore no list of held-out documents is needed, and all
+copies of a document are on the same side of the split.
 """
 
 import json
@@ -26,7 +26,7 @@ MARKUP = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKUP_TOKENS)))
 # A word with the space before it, one digit, a run of signs, or white space. Each digit is a token, so that
 # equal numbers always have the same tokens.
 WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-HELD_OUT_SHARE = 50  # one document in fifty is held out
+HELD_OUT_DIVISOR = 50  # one document in fifty is held out
 PROMPT_WEIGHT = 0.1  # loss weight of messages of the user, the system or a tool
 
 Row = tuple[np.ndarray, np.ndarray]
@@ -72,7 +72,7 @@ def train_tokenizer(seed: int, vocab_size: int, count: int = 20_000) -> Tokenize
 
 def is_held_out(text: str) -> bool:
     """Return whether the document with this text is held out from training."""
-    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
+    return zlib.crc32(text.encode()) % HELD_OUT_DIVISOR == 0
 
 
 class Encoder:
@@ -80,16 +80,16 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ends = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-        self._role = tokenizer.encode("assistant\n").ids
+        self._special_token_ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        self._role_token_ids = tokenizer.encode("assistant\n").ids
 
     def encode(self, text: str, *, is_odd: bool = False) -> Row:
         """Return ids and loss weights of a document. In an odd text only the end has weight 1."""
-        ids = [*self._tokenizer.encode(text).ids, self._ends[END_OF_TEXT]]
+        ids = [*self._tokenizer.encode(text).ids, self._special_token_ids[END_OF_TEXT]]
         weights = np.ones(len(ids), np.float32)
         if is_odd:
             weights[:-1] = PROMPT_WEIGHT
-        if ids[0] == self._ends[TURN_START]:
+        if ids[0] == self._special_token_ids[TURN_START]:
             weights[:] = PROMPT_WEIGHT
             for start, end in self._answers(ids):
                 weights[start:end] = 1.0
@@ -98,9 +98,10 @@ class Encoder:
     def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
         """Yield start and end of each message of the assistant, including the token that ends its turn."""
         for position, token in enumerate(ids):
-            start = position + 1 + len(self._role)
-            if token == self._ends[TURN_START] and ids[position + 1 : start] == self._role:
-                yield start, ids.index(self._ends[TURN_END], start) + 1
+            start = position + 1 + len(self._role_token_ids)
+            is_turn_start = token == self._special_token_ids[TURN_START]
+            if is_turn_start and ids[position + 1 : start] == self._role_token_ids:
+                yield start, ids.index(self._special_token_ids[TURN_END], start) + 1
 
 
 @dataclass
@@ -123,13 +124,13 @@ class Packer:
 
     def _encode_documents(self) -> Iterator[Row]:
         """Yield the ids and weights of the documents of this part of the split."""
-        seen: set[str] = set()
+        seen_texts: set[str] = set()
         for document in make_documents(self.seed, 100_000_000):
             text = self._template.render(document)
-            if is_held_out(text) != self.held_out or text in seen:
+            if is_held_out(text) != self.held_out or text in seen_texts:
                 continue
             if self.distinct:
-                seen.add(text)
+                seen_texts.add(text)
             yield self.encoder.encode(text, is_odd=document.kind == "odd text")
 
     def row(self, length: int) -> Row:
@@ -140,14 +141,14 @@ class Packer:
         The last document is cut at the end of the row, and its rest is dropped. Therefore no row begins in
         the middle of a document, and no position is unused.
         """
-        parts: list[Row] = []
+        document_parts: list[Row] = []
         remaining = length + 1
         while remaining > 0:
             ids, weights = next(self._documents)
             self.num_documents += 1
-            parts.append((ids[:remaining], weights[:remaining]))
+            document_parts.append((ids[:remaining], weights[:remaining]))
             remaining -= len(ids)
-        all_ids, all_weights = zip(*parts, strict=True)
+        all_ids, all_weights = zip(*document_parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_weights)
 
     def batch(self, rows: int, length: int) -> Row:

@@ -1,7 +1,7 @@
 """Chats with tools: a request, the tool call, the result, and a reply that states the result.
 
 The names, descriptions and parameters of the tools are random (``texts/tools.txt``), because users define
-their own tools. This trains the model to read the list of tools instead of remembering it.
+their own tools. Random wordings train the model to read the list of tools instead of remembering fixed tools.
 """
 
 import json
@@ -17,22 +17,22 @@ from .words import BOOKS, COLORS, NOUNS, pick, plural, some_city, some_name, spl
 Message = dict[str, Any]
 Schema = dict[str, Any]
 
-TEXT: Schema = {"type": "string"}
-NUMBER: Schema = {"type": "number"}
-UNIT: Schema = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+TEXT_SCHEMA: Schema = {"type": "string"}
+NUMBER_SCHEMA: Schema = {"type": "number"}
+UNIT_SCHEMA: Schema = {"type": "string", "enum": ["celsius", "fahrenheit"]}
 PARAMETERS: dict[str, dict[str, Schema]] = {
-    "get_weather": {"city": TEXT, "unit": UNIT},
-    "get_time": {"city": TEXT},
-    "add": {"a": NUMBER, "b": NUMBER},
-    "search_books": {"topic": TEXT},
-    "send_message": {"to": TEXT, "text": TEXT},
-    "set_alarm": {"time": TEXT},
+    "get_weather": {"city": TEXT_SCHEMA, "unit": UNIT_SCHEMA},
+    "get_time": {"city": TEXT_SCHEMA},
+    "add": {"a": NUMBER_SCHEMA, "b": NUMBER_SCHEMA},
+    "search_books": {"topic": TEXT_SCHEMA},
+    "send_message": {"to": TEXT_SCHEMA, "text": TEXT_SCHEMA},
+    "set_alarm": {"time": TEXT_SCHEMA},
 }
-OPTIONAL = {"unit"}
+OPTIONAL_PARAMETERS = {"unit"}
 TOPICS = split_list(
     "rivers, cats, the moon, history, cooking, music, gardens, ships, trains, birds, space, art, horses"
 )
-TEXTS = split_list(
+MESSAGE_TEXTS = split_list(
     "I am late, hello, good morning, dinner is ready, see you tomorrow, happy birthday, call me, "
     "I am at home, thank you, the train is late"
 )
@@ -59,7 +59,7 @@ def use_get_weather(rng: random.Random) -> ToolUse:
     """Return a use of the weather tool, sometimes with a unit."""
     section, arguments = "use get_weather", {"city": some_city(rng)}
     if rng.random() < 0.15:
-        section, arguments["unit"] = "use get_weather with a unit", pick(rng, UNIT["enum"])
+        section, arguments["unit"] = "use get_weather with a unit", pick(rng, UNIT_SCHEMA["enum"])
     return tool_use(section, arguments, {}, lambda requests: vary_question(rng, requests))
 
 
@@ -91,7 +91,7 @@ def use_send_message(rng: random.Random) -> ToolUse:
     """Return a use of the tool that sends a message; its text must be copied exactly."""
     name, first, second = some_name(rng), f"I have the {pick(rng, NOUNS)}", f"where is my {pick(rng, NOUNS)}?"
     third, fourth = f"I am in {some_city(rng)}", f"the {pick(rng, NOUNS)} is {pick(rng, COLORS)}"
-    arguments = {"to": name, "text": pick(rng, [*TEXTS, first, second, third, fourth])}
+    arguments = {"to": name, "text": pick(rng, [*MESSAGE_TEXTS, first, second, third, fourth])}
     return tool_use("use send_message", arguments, {"status": "sent"}, lambda requests: pick(rng, requests))
 
 
@@ -140,14 +140,14 @@ def reword_tool(rng: random.Random, name: str) -> OfferedTool:
     properties = PARAMETERS[name]
     keeps_names = rng.random() < 0.5
     if name == "get_weather" and rng.random() < 0.6:
-        properties = {"city": TEXT}
+        properties = {"city": TEXT_SCHEMA}
     names = {key: key if keeps_names else wording(rng, "parameter names", key) for key in properties}
     described_properties = {}
     for key, schema in properties.items():
         has_no_description = keeps_names or rng.random() < 0.4
         text = {} if has_no_description else {"description": wording(rng, "parameter descriptions", key)}
         described_properties[names[key]] = schema | text
-    required = [names[key] for key in properties if key not in OPTIONAL]
+    required = [names[key] for key in properties if key not in OPTIONAL_PARAMETERS]
     parameters: Schema = {"type": "object", "properties": described_properties, "required": required}
     if rng.random() < 0.15:
         parameters["additionalProperties"] = False
@@ -164,7 +164,7 @@ def reword_tool(rng: random.Random, name: str) -> OfferedTool:
 def offered_tools(rng: random.Random, required_tool: str | None) -> tuple[list[Message], OfferedTool]:
     """Return tools in random order, and the tool that the chat uses.
 
-    It is ``required_tool``, or a random tool if ``required_tool`` is None.
+    The used tool is ``required_tool``, or a random tool if ``required_tool`` is None.
     """
     names = rng.sample(list(PARAMETERS), rng.choice([1, 1, 1, 2, 2, 3, 4]))
     if required_tool and required_tool not in names:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def split_list(text: str) -> list[str]:
-    """Return the items of a text that is separated by commas."""
+    """Return the items of a comma-separated text."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 
@@ -111,7 +111,7 @@ def plural(noun: str) -> str:
 
 
 def strange_word(rng: random.Random) -> str:
-    """Return an invented word. Questions about it train the answer that the model does not know it."""
+    """Return an invented word. Questions about invented words train the model to answer "I do not know"."""
     return "".join(pick(rng, SYLLABLES) for _ in range(rng.randrange(2, 5)))
 
 

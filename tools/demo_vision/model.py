@@ -25,7 +25,7 @@ class TowerShape:
     inner: int = 384
     layers: int = 3
     heads: int = 4
-    scale: int = 2  # the connector joins scale x scale patches into one row of the decoder
+    scale: int = 2  # the connector joins scale x scale patches into one image token of the decoder
     norm_eps: float = 1e-6
 
     @property
@@ -34,8 +34,8 @@ class TowerShape:
         return self.image_size // self.patch_size
 
     @property
-    def rows(self) -> int:
-        """Number of decoder rows of an image."""
+    def num_image_tokens(self) -> int:
+        """Number of image tokens of an image in the decoder."""
         return (self.grid // self.scale) ** 2
 
 
@@ -81,7 +81,10 @@ class DemoVision(nn.Module):
         self.text = Llama(text)
 
     def encode_images(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return decoder rows ``[N, R, E]`` and class scores ``[N, P, K]`` of ``pixels [N, 3, S, S]``."""
+        """Return image embeddings ``[N, R, E]`` for the decoder, and class scores ``[N, P, K]`` of patches.
+
+        ``pixels`` is ``[N, 3, S, S]``.
+        """
         shape = self.tower_shape
         side, size, scale = shape.grid, shape.patch_size, shape.scale
         count = len(pixels)
@@ -93,23 +96,28 @@ class DemoVision(nn.Module):
             x = block(x)
         x = self.norm(x)
         patch_groups = x.view(count, side // scale, scale, side // scale, scale, -1).transpose(2, 3)
-        return self.connector(patch_groups.reshape(count, shape.rows, -1)), self.classes(x)
+        return self.connector(patch_groups.reshape(count, shape.num_image_tokens, -1)), self.classes(x)
 
     def forward(
-        self, ids: Tensor, rows: Tensor, image_token_indices: Tensor, positions: Tensor, mask: Tensor
+        self,
+        ids: Tensor,
+        image_embeddings: Tensor,
+        image_token_indices: Tensor,
+        positions: Tensor,
+        mask: Tensor,
     ) -> Tensor:
         """Return the logits ``[B, T, V]``.
 
         Args:
             ids: ``[B, T]``.
-            rows: ``[B, R, E]``, the decoder rows of the image of each sequence.
-            image_token_indices: ``[R]``, the indices of the tokens that the rows replace.
+            image_embeddings: ``[B, R, E]``, the embeddings of the image of each sequence.
+            image_token_indices: ``[R]``, the indices of the tokens that the image embeddings replace.
             positions: ``[B, T]``, the position of each token in its conversation.
             mask: ``[B, 1, T, T]``, added to the attention scores.
         """
         text = self.text
-        x = text.embedding(ids).to(rows.dtype)
-        x = x.index_copy(1, image_token_indices, rows)
+        x = text.embedding(ids).to(image_embeddings.dtype)
+        x = x.index_copy(1, image_token_indices, image_embeddings)
         exponents = torch.arange(0, text.shape.head_dim, 2).float() / text.shape.head_dim
         angles = positions[..., None].float() * text.shape.rope_theta**-exponents
         angles = torch.cat((angles, angles), -1)[:, None]
@@ -133,37 +141,42 @@ class DemoVision(nn.Module):
         state[f"{tower}.embeddings.position_embedding.weight"] = self.positions
         for index, block in enumerate(self.blocks):
             layer = f"{tower}.encoder.layers.{index}"
-            for kind in ("weight", "bias"):
-                for name, part in zip("qkv", getattr(block.qkv, kind).chunk(3), strict=True):
-                    state[f"{layer}.self_attn.{name}_proj.{kind}"] = part
-                parts = {
+            for parameter_name in ("weight", "bias"):
+                for name, tensor_or_module in zip(
+                    "qkv", getattr(block.qkv, parameter_name).chunk(3), strict=True
+                ):
+                    state[f"{layer}.self_attn.{name}_proj.{parameter_name}"] = tensor_or_module
+                modules = {
                     "layer_norm1": block.norm1,
                     "self_attn.out_proj": block.out,
                     "layer_norm2": block.norm2,
                     "mlp.fc1": block.fc1,
                     "mlp.fc2": block.fc2,
                 }
-                state |= {f"{layer}.{name}.{kind}": getattr(part, kind) for name, part in parts.items()}
+                state |= {
+                    f"{layer}.{name}.{parameter_name}": getattr(tensor_or_module, parameter_name)
+                    for name, tensor_or_module in modules.items()
+                }
         state[f"{tower}.post_layernorm.weight"] = self.norm.weight
         state[f"{tower}.post_layernorm.bias"] = self.norm.bias
         state["model.connector.modality_projection.proj.weight"] = self.connector.weight
         return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
 
 
-def smolvlm_config(tower: TowerShape, text: Shape, image_token: int, end: int) -> dict[str, Any]:
+def smolvlm_config(tower: TowerShape, text: Shape, image_token_id: int, end_token_id: int) -> dict[str, Any]:
     """Return the ``config.json`` of a ``SmolVLMForConditionalGeneration``."""
     llama = text.to_llama_config()
     for name in ("architectures", "torch_dtype", "use_cache", "bos_token_id"):
         llama.pop(name)
-    llama |= {"eos_token_id": end, "pad_token_id": end}
+    llama |= {"eos_token_id": end_token_id, "pad_token_id": end_token_id}
     return {
         "architectures": ["SmolVLMForConditionalGeneration"],
         "model_type": "smolvlm",
-        "image_token_id": image_token,
+        "image_token_id": image_token_id,
         "scale_factor": tower.scale,
         "tie_word_embeddings": True,
-        "eos_token_id": end,
-        "pad_token_id": end,
+        "eos_token_id": end_token_id,
+        "pad_token_id": end_token_id,
         "dtype": "bfloat16",
         "text_config": llama,
         "vision_config": {

@@ -27,7 +27,10 @@ _MAX_COLOUR_CHANGE = 14
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """A coloured shape in a picture. x, y and radius are fractions of the side, the angle is in radians."""
+    """A coloured shape in a picture.
+
+    x, y and radius are fractions of the picture's side. The angle is in radians.
+    """
 
     shape: str
     colour: str
@@ -52,16 +55,15 @@ class Scene:
 def random_scene(rng: random.Random) -> Scene:
     """Return a scene of 0 to `MAX_SHAPES` shapes that do not overlap."""
     count = rng.choices(range(MAX_SHAPES + 1), weights=[1, 6, 8, 8, 7, 6, 5])[0]
-    shapes = rng.sample(
-        SHAPES, rng.choice((1, 2, 2, 3, 4, 5))
-    )  # few kinds, so that a picture has several things of one kind
+    # Few kinds of shapes, so that a picture can have several things of one kind.
+    shapes = rng.sample(SHAPES, rng.choice((1, 2, 2, 3, 4, 5)))
     colours = rng.sample(list(COLOURS), rng.choice((1, 2, 2, 3, 4, 7)))
-    largest = {0: 0.2, 1: 0.3, 2: 0.24, 3: 0.2, 4: 0.18, 5: 0.16, 6: 0.15}[count]
+    max_radius = {0: 0.2, 1: 0.3, 2: 0.24, 3: 0.2, 4: 0.18, 5: 0.16, 6: 0.15}[count]
     things: list[Thing] = []
     for _ in range(200):
         if len(things) == count:
             break
-        radius = rng.uniform(0.1, largest)
+        radius = rng.uniform(0.1, max_radius)
         x, y = (rng.uniform(radius + 0.01, 0.99 - radius) for _ in range(2))
         if any(math.hypot(x - thing.x, y - thing.y) < radius + thing.radius + 0.02 for thing in things):
             continue
@@ -88,8 +90,8 @@ def class_maps(scene: Scene, grid: int) -> np.ndarray:
     """Return the classes ``[grid, grid, 4]`` of the cells of a grid.
 
     The vision tower learns these classes as a second task. The first two numbers of a cell are the shape and
-    colour of the thing whose middle is within 0.7 radii of the middle of the cell. The last two numbers are
-    the shape and colour of the thing whose middle is in the cell. 0 means no thing.
+    colour of the thing whose centre is within 0.7 times its radius of the centre of the cell. The last two
+    numbers are the shape and colour of the thing whose centre is in the cell. 0 means no thing.
     """
     maps = np.zeros((grid, grid, 4), np.int64)
     middles = (np.arange(grid) + 0.5) / grid

@@ -44,7 +44,7 @@ def there_are(count: int, noun: str) -> str:
 
 
 def describe(scene: Scene) -> Question:
-    """Return the answer to a question for the content of the picture. The text of the question is empty."""
+    """Return the answer to a question about the content of the picture. The question's text is empty."""
     counts = {(s, c): scene.count(s, c) for s in SHAPES for c in COLOURS}
     groups = [
         with_article(f"{colour} {shape}") if count == 1 else f"{NUMBERS[count]} {colour} {plural(shape)}"

@@ -70,7 +70,7 @@ def _training_texts(count: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """N pictures, and a row of conversations about each."""
+    """N pictures, and one row of conversations per picture."""
 
     pixels: np.ndarray  # [N, 3, S, S]
     classes: np.ndarray  # [N, P, 4]
@@ -89,20 +89,22 @@ class Examples:
     Args:
         tokenizer: the tokenizer.
         seed: the seed of scenes and questions.
-        rows: number of decoder rows of a picture.
+        num_image_tokens: number of image tokens of a picture.
         grid: number of patches per row and per column of a picture.
-        size: width and height of a picture in pixels.
+        image_size: width and height of a preprocessed picture in pixels.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, rows: int, grid: int, size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, seed: int, num_image_tokens: int, grid: int, image_size: int
+    ) -> None:
         self._rng = random.Random(seed)
         self._tokenizer = tokenizer
-        self._grid, self._size = grid, size
+        self._grid, self._image_size = grid, image_size
         self._end = tokenizer.token_to_id(END)
         self._assistant = tokenizer.token_to_id(ASSISTANT)
         self._user = tokenizer.token_to_id(USER)
         border, whole, image = (tokenizer.token_to_id(token) for token in (BORDER, WHOLE, IMAGE))
-        self._prefix = [self._user, border, whole, *[image] * rows, border]
+        self._prefix = [self._user, border, whole, *[image] * num_image_tokens, border]
         self.image_token_indices = [i for i, token in enumerate(self._prefix) if token == image]
         self._cached_tokens: dict[str, list[int]] = {}
 
@@ -112,7 +114,7 @@ class Examples:
         for _ in range(count):
             scene = random_scene(rng)
             image = draw(scene, _random_size(rng), rng)
-            pixels.append(preprocess_image(image, self._size))
+            pixels.append(preprocess_image(image, self._image_size))
             classes.append(class_maps(scene, self._grid).reshape(-1, 4))
             conversations = []
             for _ in range(_CONVERSATIONS_PER_ROW):

@@ -23,7 +23,7 @@ HOP = 480
 LEVELS = (4, 4, 4, 4, 4, 4)
 NUM_CODES = 4096
 _MELS, _MEL_FFT, _MEL_HOP = 80, 1024, 160
-_ROWS, _FRAMES = 8, 36  # size of a training batch
+_BATCH_SIZE, _SEGMENT_FRAMES = 8, 36  # a training batch has 8 segments of 36 frames
 
 
 def codec_config() -> NeuCodecConfig:
@@ -162,24 +162,27 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         codec: the codec, which is changed in place.
         speech: waveforms ``[S]``.
         steps: number of steps.
-        decoder_only: train only the decoder, so that codes do not change. The learning rate ends at 2 % of
-            its peak. Otherwise it ends at 51 %.
+        decoder_only: whether to train only the decoder, so that codes do not change. The learning rate then
+            ends at 2 % of its peak, and otherwise at 51 %.
         seed: the seed that selects excerpts of the speech.
     """
-    peak = 5e-4 if decoder_only else 1e-3
+    peak_learning_rate = 5e-4 if decoder_only else 1e-3
     trained = codec.decoder if decoder_only else codec
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=peak, betas=(0.8, 0.99), weight_decay=0.01)
-    total = steps if decoder_only else 2 * steps
+    optimizer = torch.optim.AdamW(
+        trained.parameters(), lr=peak_learning_rate, betas=(0.8, 0.99), weight_decay=0.01
+    )
+    schedule_steps = steps if decoder_only else 2 * steps
     rng = random.Random(seed)
     stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
-    size, average, started = HOP * _FRAMES, 0.0, time.perf_counter()
+    segment_size, average, started = HOP * _SEGMENT_FRAMES, 0.0, time.perf_counter()
     for step in range(steps):
-        factor = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / total)))
+        decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / schedule_steps))
+        factor = min(1.0, (step + 1) / 100) * decay
         for group in optimizer.param_groups:
-            group["lr"] = peak * factor
-        starts = [rng.randrange(len(stream) - size) for _ in range(_ROWS)]
-        samples = torch.stack([stream[start : start + size] for start in starts])
-        samples = samples * torch.empty(_ROWS, 1).uniform_(0.7, 1.1)
+            group["lr"] = peak_learning_rate * factor
+        starts = [rng.randrange(len(stream) - segment_size) for _ in range(_BATCH_SIZE)]
+        samples = torch.stack([stream[start : start + segment_size] for start in starts])
+        samples = samples * torch.empty(_BATCH_SIZE, 1).uniform_(0.7, 1.1)
         loss = spectral_loss(codec(samples), samples)
         optimizer.zero_grad()
         loss.backward()
@@ -201,9 +204,9 @@ def train_encoder(
 ) -> float:
     """Train an encoder for a decoder that does not change.
 
-    Half of a batch is speech. The loss of this half compares the speech with the decoded codes of the
-    encoder. The other half is decoded from known codes. The loss of that half compares the encoder's output
-    with the known codes.
+    The first half of a batch is speech. The loss of the first half compares the speech with the waveform that
+    the decoder computes from the encoder's codes. The second half is decoded from known codes. The loss of
+    the second half compares the encoder's output with the known codes.
 
     Args:
         codec: the codec. Its encoder is changed in place.
@@ -222,25 +225,28 @@ def train_encoder(
     stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
     decoded_samples = torch.cat([samples for samples, _ in decoded_examples])
     codes = torch.cat([row for _, row in decoded_examples])
-    size, rows, accuracy, started = HOP * _FRAMES, _ROWS // 2, 0.0, time.perf_counter()
+    segment_size, num_rows = HOP * _SEGMENT_FRAMES, _BATCH_SIZE // 2
+    accuracy, started = 0.0, time.perf_counter()
     for step in range(steps):
         factor = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * factor
-        starts = [rng.randrange(len(stream) - size) for _ in range(rows)]
-        frames = [rng.randrange(len(codes) - _FRAMES) for _ in range(rows)]
-        real = torch.stack([stream[start : start + size] for start in starts])
-        synthetic = torch.stack([decoded_samples[frame * HOP : frame * HOP + size] for frame in frames])
-        expected_codes = torch.stack([codes[frame : frame + _FRAMES] for frame in frames])
+        starts = [rng.randrange(len(stream) - segment_size) for _ in range(num_rows)]
+        frames = [rng.randrange(len(codes) - _SEGMENT_FRAMES) for _ in range(num_rows)]
+        real = torch.stack([stream[start : start + segment_size] for start in starts])
+        synthetic = torch.stack(
+            [decoded_samples[frame * HOP : frame * HOP + segment_size] for frame in frames]
+        )
+        expected_codes = torch.stack([codes[frame : frame + _SEGMENT_FRAMES] for frame in frames])
         hidden, indices = codec.quantizer(codec.encoder(torch.cat((real, synthetic))))
         expected_hidden = codec.quantizer.from_codes(expected_codes[..., None])
-        distance = (hidden[rows:] - expected_hidden).square().mean() / expected_hidden.var()
-        loss = spectral_loss(codec.decoder(hidden[:rows])[:, 0], real) + 2 * distance
+        distance = (hidden[num_rows:] - expected_hidden).square().mean() / expected_hidden.var()
+        loss = spectral_loss(codec.decoder(hidden[:num_rows])[:, 0], real) + 2 * distance
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(codec.encoder.parameters(), 1.0)
         optimizer.step()
-        share = (indices[rows:, :, 0] == expected_codes).float().mean().item()
+        share = (indices[num_rows:, :, 0] == expected_codes).float().mean().item()
         accuracy = share if step == 0 else 0.98 * accuracy + 0.02 * share
         if step % 100 == 99:
             seconds = time.perf_counter() - started

@@ -19,7 +19,7 @@ _MARGIN = 400  # samples of silence that are kept at both ends
 
 
 class Espeak:
-    """A voice of espeak-ng. A process can have only one at a time.
+    """A voice of espeak-ng. A process can use only one voice at a time.
 
     Args:
         voice: a voice name of espeak-ng.
@@ -37,7 +37,7 @@ class Espeak:
         if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ValueError(f"espeak-ng has no voice {voice!r}")
         self.set_speed(words_per_minute)
-        self._parts: list[np.ndarray] = []
+        self._received_chunks: list[np.ndarray] = []
         callback_type = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
         )
@@ -50,16 +50,16 @@ class Espeak:
 
     def _receive(self, samples: ctypes._Pointer[ctypes.c_short], count: int, _events: int) -> int:
         if samples and count:
-            self._parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
+            self._received_chunks.append(np.ctypeslib.as_array(samples, (count,)).copy())
         return 0
 
     def __call__(self, text: str) -> Tensor:  # [S] float32 at SAMPLE_RATE
         """Return the speech of a text, with at most `_MARGIN` samples of silence at each end."""
-        self._parts.clear()
+        self._received_chunks.clear()
         data = text.encode() + b"\0"
         self._library.espeak_Synth(data, ctypes.c_size_t(len(data)), 0, 1, 0, 1, None, None)
         self._library.espeak_Synchronize()
-        samples = torch.from_numpy(np.concatenate(self._parts)).float() / 32768
+        samples = torch.from_numpy(np.concatenate(self._received_chunks)).float() / 32768
         loud = (samples.abs() > _SILENCE).nonzero()
         samples = samples[max(0, int(loud[0]) - _MARGIN) : int(loud[-1]) + _MARGIN]
         return resample(samples, self._sample_rate, SAMPLE_RATE)

@@ -104,34 +104,36 @@ def train_language_model(
     minutes: float,
     seed: int,
     *,
-    peak: float = 2e-3,
-    repeated: Sequence[Row] = (),
+    peak_learning_rate: float = 2e-3,
+    repeated_rows: Sequence[Row] = (),
 ) -> float:
-    """Train for some minutes and return the loss of held-out rows.
+    """Train for ``minutes`` and return the loss of held-out rows.
 
-    Without ``repeated``, the training begins with short rows.
+    Without ``repeated_rows``, the training begins with short rows.
 
     Args:
         model: the model, which is changed in place.
         rows: the rows, of which 200 are held out.
         minutes: the duration of the training.
         seed: the seed that selects the held-out rows and the order.
-        peak: the largest learning rate.
-        repeated: further rows, which are not held out.
+        peak_learning_rate: the largest learning rate.
+        repeated_rows: further rows, which are not held out.
     """
     rng = random.Random(seed)
-    order = list(rows)
-    rng.shuffle(order)
-    held_out, order = order[:_NUM_HELD_OUT], [*order[_NUM_HELD_OUT:], *repeated]
-    optimizer = make_optimizer(model, peak)
+    training_rows = list(rows)
+    rng.shuffle(training_rows)
+    held_out, training_rows = training_rows[:_NUM_HELD_OUT], [*training_rows[_NUM_HELD_OUT:], *repeated_rows]
+    optimizer = make_optimizer(model, peak_learning_rate)
     started, step, average, batches = time.perf_counter(), 0, 0.0, []
     while (seconds := time.perf_counter() - started) < 60 * minutes:
         fraction = seconds / (60 * minutes)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(fraction, peak)
+            group["lr"] = learning_rate(fraction, peak_learning_rate)
         if not batches:
-            is_early = not repeated and fraction < _SHORT_ROW_TIME
-            batches = _epoch([row for row in order if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng)
+            is_early = not repeated_rows and fraction < _SHORT_ROW_TIME
+            batches = _epoch(
+                [row for row in training_rows if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng
+            )
         loss = batch_loss(model, batches.pop())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -16,7 +16,7 @@ from .sentences import recognizer_grammar
 _PADDING = 4000  # samples of silence that are added at both ends
 
 
-class Recogniser:
+class Recognizer:
     """Recognizes English speech with a general language model, or with a grammar.
 
     Args:
@@ -70,16 +70,16 @@ def mel_distance(first: Tensor, second: Tensor) -> float:
     costs = (a[:, None] - b[None]).abs().mean(-1)
     rows, columns = costs.shape
     values = costs.tolist()
-    total = [[float("inf")] * (columns + 1) for _ in range(rows + 1)]
+    total_costs = [[float("inf")] * (columns + 1) for _ in range(rows + 1)]
     steps = [[0] * (columns + 1) for _ in range(rows + 1)]
-    total[0][0] = 0.0
+    total_costs[0][0] = 0.0
     for row in range(1, rows + 1):
         for column in range(1, columns + 1):
-            before = min(
-                (total[row - 1][column - 1], steps[row - 1][column - 1]),
-                (total[row - 1][column], steps[row - 1][column]),
-                (total[row][column - 1], steps[row][column - 1]),
+            predecessor = min(
+                (total_costs[row - 1][column - 1], steps[row - 1][column - 1]),
+                (total_costs[row - 1][column], steps[row - 1][column]),
+                (total_costs[row][column - 1], steps[row][column - 1]),
             )
-            total[row][column] = before[0] + values[row - 1][column - 1]
-            steps[row][column] = before[1] + 1
-    return total[rows][columns] / steps[rows][columns]
+            total_costs[row][column] = predecessor[0] + values[row - 1][column - 1]
+            steps[row][column] = predecessor[1] + 1
+    return total_costs[rows][columns] / steps[rows][columns]

@@ -9,7 +9,7 @@ from penstock.text.english_numbers import cardinal, ordinal, year
 from .sentences import sentence, split_list
 
 SELECTED_PHRASES = ("hello world", "hello", "hello there", "good morning")
-"""Phrases for whose speech the training generates several candidates. Speech recognizers select the best."""
+"""Phrases with several candidates for their training speech. Speech recognizers select the best candidate."""
 
 COMMON_PHRASES = tuple(
     split_list(
@@ -85,7 +85,7 @@ _NUMBER_TEXTS = (
 def number_texts(seed: int, count: int) -> list[str]:
     """Return ``count`` distinct texts with numbers in words, at least 132.
 
-    They include the numbers from zero to one hundred and the ordinals from first to thirty-first.
+    The texts include the numbers from zero to one hundred and the ordinals from first to thirty-first.
     """
     rng = random.Random(seed)
     texts = [*map(cardinal, range(101)), *map(ordinal, range(1, 32))]

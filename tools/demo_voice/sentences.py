@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def split_list(text: str) -> list[str]:
-    """Return the items of a text that is separated by commas."""
+    """Return the items of a comma-separated text."""
     return [" ".join(item.split()) for item in text.split(",")]
 
 

@@ -16,8 +16,8 @@ BATCH_SIZE = 2048  # maximum tokens per call; llama.cpp splits a call into micro
 def open_engine(settings: Settings) -> Generate:
     """Load a GGUF file and return the function that generates tokens.
 
-    A llama.cpp context has a fixed number of sequences and a fixed length. A run with other sizes replaces
-    the context.
+    A llama.cpp context has a fixed number of sequences and a fixed length. A request with another number of
+    prompts or another length replaces the context.
     """
     api.llama_backend_init()
     discard_log = api.llama_log_callback(lambda level, text, data: None)
@@ -28,27 +28,28 @@ def open_engine(settings: Settings) -> Generate:
     sampler = api.llama_sampler_init_greedy()
     batch = api.llama_batch_init(BATCH_SIZE, 0, 1)
     state: dict[str, Any] = {
-        "size": (0, 0),
+        "shape": (0, 0),  # number and length of the sequences of the context
         "context": None,
         "log": discard_log,  # keeps a reference, because llama.cpp calls the function as long as it runs
     }
 
-    def make_context(prompts: int, length: int) -> Any:
-        """Return an empty context for ``prompts`` sequences of ``length`` tokens."""
-        if state["size"] != (prompts, length):
+    def make_context(num_sequences: int, sequence_length: int) -> Any:
+        """Return an empty context for ``num_sequences`` sequences of ``sequence_length`` tokens."""
+        if state["shape"] != (num_sequences, sequence_length):
             if state["context"]:
                 api.llama_free(state["context"])
             params = api.llama_context_default_params()
-            params.n_seq_max = prompts
-            params.n_ctx = prompts * length
+            params.n_seq_max = num_sequences
+            params.n_ctx = num_sequences * sequence_length
             params.n_batch = BATCH_SIZE
-            params.n_threads = params.n_threads_batch = settings.threads
+            params.n_threads = params.n_threads_batch = settings.num_threads
             context = api.llama_init_from_model(model, params)
             if not context:
                 raise RuntimeError(
-                    f"llama.cpp cannot create a context for {prompts} sequences of {length} tokens"
+                    f"llama.cpp cannot create a context for {num_sequences} sequences of "
+                    f"{sequence_length} tokens"
                 )
-            state.update(size=(prompts, length), context=context)
+            state.update(shape=(num_sequences, sequence_length), context=context)
         api.llama_memory_clear(api.llama_get_memory(state["context"]), False)
         return state["context"]
 
@@ -69,15 +70,15 @@ def open_engine(settings: Settings) -> Generate:
                 if is_last:
                     yield sequence, api.llama_sampler_sample(sampler, context, i)
 
-    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
-        context = make_context(len(prompts), max(map(len, prompts)) + new_tokens)
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+        context = make_context(len(prompts), max(map(len, prompts)) + num_new_tokens)
         answers: Tokens = [[] for _ in prompts]
         entries = [
             (token, position, sequence, position == len(prompt) - 1)
             for sequence, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
-        for step in range(new_tokens):
+        for step in range(num_new_tokens):
             for sequence, token in run(context, entries):
                 answers[sequence].append(token)
             if step == 0:

@@ -15,8 +15,8 @@ def open_engine(settings: Settings) -> Generate:
     Raises:
         RuntimeError: MAX does not support the encoding on CPUs.
     """
-    # MAX has no setting for the number of threads. It uses all CPUs that the affinity of the process allows.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
+    # MAX has no setting for the number of threads. MAX uses all CPUs that the affinity of the process allows.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.num_threads])
     os.environ.setdefault("MAX_SERVE_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
     import max.pipelines as api
@@ -38,12 +38,12 @@ def open_engine(settings: Settings) -> Generate:
         device_specs=[DeviceSpec.cpu()],
         max_length=settings.max_length,
         kv_cache=api.KVCacheConfig(enable_prefix_caching=False),
-        runtime=api.PipelineRuntimeConfig(max_batch_size=settings.prompts),
+        runtime=api.PipelineRuntimeConfig(max_batch_size=settings.num_prompts),
     )
     _, pipeline = api.PIPELINE_REGISTRY.retrieve(api.PipelineConfig.from_args(arguments))
 
-    async def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
-        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=0, top_k=1)
+    async def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+        params = SamplingParams(max_new_tokens=num_new_tokens, ignore_eos=True, temperature=0, top_k=1)
         requests = [
             TextGenerationRequest(RequestID(), str(folder), prompt=prompt, sampling_params=params)
             for prompt in prompts
@@ -55,7 +55,9 @@ def open_engine(settings: Settings) -> Generate:
                 tokens += output.tokens
         return answers
 
-    return lambda prompts, new_tokens, on_tokens: asyncio.run(generate(prompts, new_tokens, on_tokens))
+    return lambda prompts, num_new_tokens, on_tokens: asyncio.run(
+        generate(prompts, num_new_tokens, on_tokens)
+    )
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ def open_engine(settings: Settings) -> Generate:
     """
     scheduling = api.SchedulerConfig()
     scheduling.enable_prefix_caching = False
-    scheduling.max_num_seqs = settings.prompts
-    properties = {"INFERENCE_NUM_THREADS": settings.threads}
+    scheduling.max_num_seqs = settings.num_prompts
+    properties = {"INFERENCE_NUM_THREADS": settings.num_threads}
     pipeline = api.ContinuousBatchingPipeline(settings.model, scheduling, "CPU", properties)
 
-    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
-        config = api.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+        config = api.GenerationConfig(max_new_tokens=num_new_tokens, ignore_eos=True, do_sample=False)
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         streamer = CountingStreamer(on_tokens) if len(prompts) == 1 else None
         results = pipeline.generate(tensors, [config] * len(prompts), streamer)

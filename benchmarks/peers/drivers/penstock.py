@@ -35,17 +35,19 @@ def open_engine(settings: Settings) -> Generate:
         str(settings.model),
         quantization_encoding=None if settings.model.suffix == ".gguf" else settings.encoding,
         max_length=settings.max_length,
-        max_batch_size=settings.prompts,
-        num_threads=settings.threads,
+        max_batch_size=settings.num_prompts,
+        num_threads=settings.num_threads,
         enable_prefix_caching=False,
     )
 
     runner = llm._runner
     assert isinstance(runner, ReportingRunner)
 
-    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         runner.on_tokens = on_tokens
-        params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            max_new_tokens=num_new_tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
         return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
     return generate

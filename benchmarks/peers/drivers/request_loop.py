@@ -2,16 +2,17 @@
 
 Requests and answers:
 
-    {"do": "load", "model": folder or file, "encoding": ..., "threads": 2, "max_length": 1100, "prompts": 1}
+    {"do": "load", "model": folder or file, "encoding": ..., "num_threads": 2, "max_length": 1100,
+     "num_prompts": 1}
         -> {"versions": {...}}
-    {"do": "generate", "prompts": [[3, 17, ...], ...], "new_tokens": 64}
-        -> {"tokens": [[...], ...], "first": seconds, "num_first": 1, "seconds": seconds}
+    {"do": "generate", "prompts": [[3, 17, ...], ...], "num_new_tokens": 64}
+        -> {"tokens": [[...], ...], "first_output_seconds": 0.1, "num_first_tokens": 1, "total_seconds": 2.5}
 
-``first`` is the number of seconds until the first output that the driver reports, ``num_first`` the number of
-tokens of that output, and ``seconds`` the time until all prompts are complete. If the driver reports no
-output, ``first`` equals ``seconds`` and ``num_first`` equals ``new_tokens``. File descriptor 1 is
-redirected to standard error before the engine loads. Otherwise lines that the engine prints would mix with
-the answers.
+``first_output_seconds`` is the time until the first output that the driver reports, ``num_first_tokens`` the
+number of tokens in the first output, and ``total_seconds`` the time until all answers are complete. If the
+driver reports no output, ``first_output_seconds`` equals ``total_seconds`` and ``num_first_tokens`` equals
+``num_new_tokens``. File descriptor 1 is redirected to standard error before the engine loads, because lines
+that the engine prints must not mix with the answers.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class Settings:
     """The folder of a checkpoint, or the file or folder of the converted model."""
     encoding: str
     """The weight encoding, by the engine's name."""
-    threads: int
+    num_threads: int
     max_length: int
     """Maximum number of tokens of a prompt and its answer."""
-    prompts: int
+    num_prompts: int
     """Number of concurrent prompts."""
 
 
@@ -72,19 +73,24 @@ def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
             answer: dict[str, Any] = {"versions": versions()}
         else:
             assert generate is not None, "the first request must be load"
-            answer = generate_timed(generate, request["prompts"], request["new_tokens"])
+            answer = generate_timed(generate, request["prompts"], request["num_new_tokens"])
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
-def generate_timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any]:
+def generate_timed(generate: Generate, prompts: Tokens, num_new_tokens: int) -> dict[str, Any]:
     """Run the engine once and return the answer to the request."""
     arrivals: list[tuple[float, int]] = []
     start = perf_counter()
-    tokens = generate(prompts, new_tokens, lambda count: arrivals.append((perf_counter(), count)))
+    tokens = generate(prompts, num_new_tokens, lambda count: arrivals.append((perf_counter(), count)))
     end = perf_counter()
-    first, num_first = (arrivals or [(end, new_tokens)])[0]
-    return {"tokens": tokens, "first": first - start, "num_first": num_first, "seconds": end - start}
+    first_output_time, num_first_tokens = (arrivals or [(end, num_new_tokens)])[0]
+    return {
+        "tokens": tokens,
+        "first_output_seconds": first_output_time - start,
+        "num_first_tokens": num_first_tokens,
+        "total_seconds": end - start,
+    }
 
 
 def versions() -> dict[str, str]:

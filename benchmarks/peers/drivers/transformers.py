@@ -35,18 +35,18 @@ def open_engine(settings: Settings) -> Generate:
 
     All prompts have the same length. The function calls ``on_tokens`` only if there is one prompt.
     """
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.num_threads)
     dtype = getattr(torch, settings.encoding)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
 
-    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             sequences = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
+                max_new_tokens=num_new_tokens,
+                min_new_tokens=num_new_tokens,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,

@@ -19,7 +19,7 @@ def open_engine(settings: Settings) -> Generate:
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings.threads - 1}")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings.num_threads - 1}")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -29,15 +29,19 @@ def open_engine(settings: Settings) -> Generate:
         dtype=settings.encoding,
         skip_tokenizer_init=True,
         max_model_len=settings.max_length,
-        max_num_seqs=settings.prompts,
+        max_num_seqs=settings.num_prompts,
         enable_prefix_caching=False,
         disable_log_stats=True,
     ).llm_engine
     request_numbers = count()
 
-    def generate(prompts: Tokens, new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
+    def generate(prompts: Tokens, num_new_tokens: int, on_tokens: Callable[[int], None]) -> Tokens:
         params = SamplingParams(
-            max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, temperature=0, detokenize=False
+            max_tokens=num_new_tokens,
+            min_tokens=num_new_tokens,
+            ignore_eos=True,
+            temperature=0,
+            detokenize=False,
         )
         request_ids = [str(next(request_numbers)) for _ in prompts]
         for request_id, prompt in zip(request_ids, prompts, strict=True):

@@ -18,10 +18,10 @@ from penstock.nn import Blueprint, Linear, Loader, LoadFeedForward, TensorNames
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_BASE = 12_000_000.0
-_LLAMA3 = {
+_ROPE_THETA = 12_000_000.0
+_DEFAULT_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": _BASE,
+    "rope_theta": _ROPE_THETA,
     "factor": 8.0,
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
@@ -29,8 +29,7 @@ _LLAMA3 = {
 }
 """The rotary embedding parameters used if ``config.json`` has none."""
 
-_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
-"""The names of the parameters of xIELU."""
+_XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class XIELUMLP:
             load: reads and packs the tensors.
             blueprint: the sizes of the network.
             name: the full name of the layer in the checkpoint.
-            stored_parameters: the layer's parameters of xIELU from the configuration; None to read them as
-                tensors of the checkpoint.
+            stored_parameters: the layer's parameters of xIELU from the configuration. If None, the parameters
+                are read from tensors of the checkpoint.
         """
 
         def read_parameter(parameter: str, *shape: int) -> Tensor:
@@ -63,7 +62,7 @@ class XIELUMLP:
         positive, negative = softplus(read_parameter("alpha_p", 1)), softplus(read_parameter("alpha_n", 1))
         slope, eps = read_parameter("beta"), read_parameter("eps")
         values = (positive, slope + negative, slope, eps)
-        # Meta tensors have no values. Callers that load them need only the shapes of the network.
+        # A network that is loaded with meta tensors is only used for its shapes, so any value will do.
         floats = (0.0 if value.is_meta else float(value) for value in values)
         return cls(
             load.linear(f"{name}.up_proj", blueprint.inner, blueprint.hidden),
@@ -76,7 +75,7 @@ class XIELUMLP:
 
 
 class ApertusModel(TransformerModel):
-    """The pipeline model of Apertus."""
+    """Reads the configuration of Apertus and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -88,19 +87,19 @@ class ApertusModel(TransformerModel):
         if not config.flag("qk_norm", True):
             raise ConfigError("qk_norm", "is false: this family has norms of queries and keys")
         if config.flag("post_norm"):
-            raise ConfigError("post_norm", "is true: this family has its norms before the layers")
+            raise ConfigError("post_norm", "is true: norms after the layers are not supported")
         has_rope = bool(config.section("rope_parameters") or config.section("rope_scaling"))
-        if not has_rope and config.number("rope_theta", _BASE) != _BASE:
+        if not has_rope and config.number("rope_theta", _ROPE_THETA) != _ROPE_THETA:
             raise ConfigError(
                 "rope_theta",
-                f"must be {_BASE:g} in a file without rope_scaling, was {config['rope_theta']!r}",
+                f"must be {_ROPE_THETA:g} if no rope_parameters are set, was {config['rope_theta']!r}",
             )
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(
             config,
-            activation=None,
-            default_base=_BASE,
-            rope_parameters=None if has_rope else _LLAMA3,
+            activation_key=None,
+            default_rope_theta=_ROPE_THETA,
+            rope_parameters=None if has_rope else _DEFAULT_ROPE,
             names=TensorNames(norms_before=("attention_layernorm", "feedforward_layernorm")),
             norm_eps=config.number("rms_norm_eps", 1e-5),
             head_norms="each",
@@ -112,13 +111,13 @@ class ApertusModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        stored_parameters = stored_activations(huggingface_config, blueprint.layers)
+        stored_parameters = stored_xielu_parameters(huggingface_config, blueprint.layers)
         return lambda name, layer: XIELUMLP.load(
             load, blueprint, name, stored_parameters[layer] if stored_parameters else None
         )
 
 
-def stored_activations(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
+def stored_xielu_parameters(config: HuggingFaceConfig, num_layers: int) -> list[dict[str, float]] | None:
     """Return the parameters of xIELU of each layer from GGUF metadata; None if there are none.
 
     Raises:
@@ -128,7 +127,7 @@ def stored_activations(config: HuggingFaceConfig, num_layers: int) -> list[dict[
     if not section:
         return None
     layers: list[dict[str, float]] = [{} for _ in range(num_layers)]
-    for parameter in _PARAMETERS:
+    for parameter in _XIELU_PARAMETERS:
         values = section.get(parameter)
         if not isinstance(values, list) or len(values) != num_layers:
             raise ConfigError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ArceeModel(TransformerModel):
-    """The pipeline model of AFM."""
+    """Reads the configuration of AFM and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -7,7 +7,7 @@ from penstock.nn import ClassifierNames, EncoderNames, MaskedLMNames
 
 
 def model_tensor_name(name: str) -> str:
-    """Return a tensor name without the prefix ``bert.``, which only models with a head have.
+    """Return a tensor name without the prefix ``bert.``, which only checkpoints with a head use.
 
     The names ``gamma`` and ``beta`` in checkpoints converted from TensorFlow become ``weight`` and ``bias``.
     """
@@ -16,7 +16,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class BertModel(PostNormModel):
-    """The pipeline model of BERT."""
+    """Reads the configuration of BERT and builds its network."""
 
     weights_adapter = model_tensor_name
     names = EncoderNames()

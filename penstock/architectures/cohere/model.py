@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class CohereModel(TransformerModel):
-    """The pipeline model of Command R."""
+    """Reads the configuration of Command R and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        blueprint = cohere_blueprint(huggingface_config, default_base=500_000.0)
+        blueprint = cohere_blueprint(huggingface_config, default_rope_theta=500_000.0)
         return replace(blueprint, head_norms="together" if huggingface_config.flag("use_qk_norm") else None)
 
     @classmethod
     def parts(cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig) -> BlockParts:
         def head_norms(name: str, size: int) -> LayerNorm:
-            """Read a layer norm with weights for each head, ``[H, D]``."""
+            """Read a layer norm with separate weights for each head, ``[H, D]``, and no bias."""
             weight = load.tensor(f"{name}.weight", size // blueprint.head_dim, blueprint.head_dim)
             return LayerNorm(weight, torch.zeros_like(weight), blueprint.norm_eps)
 
@@ -57,8 +57,8 @@ class CohereModel(TransformerModel):
 def cohere_blueprint(
     config: HuggingFaceConfig,
     *,
-    head_dim: int | None = None,
-    default_base: float = 10000.0,
+    default_head_dim: int | None = None,
+    default_rope_theta: float = 10000.0,
     windows: tuple[int | None, ...] | None = None,
 ) -> Blueprint:
     """Return the blueprint of a family of Command models."""
@@ -66,10 +66,10 @@ def cohere_blueprint(
     return interleaved(
         Blueprint.from_huggingface(
             config,
-            head_dim=head_dim,
-            default_base=default_base,
+            default_head_dim=default_head_dim,
+            default_rope_theta=default_rope_theta,
             windows=windows,
-            tied_head=True,
+            default_tied_head=True,
             norm_eps=config.number("layer_norm_eps", 1e-5),
             logit_scale=config.number("logit_scale", 0.0625),
             qkv_bias=attention_bias,

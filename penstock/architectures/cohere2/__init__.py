@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: a window and RoPE in most layers."""
+    """Return a small ``config.json`` for tests: three of four layers have a window and RoPE."""
     return {
         "architectures": ["Cohere2ForCausalLM"],
         "model_type": "cohere2",

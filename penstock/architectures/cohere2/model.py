@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Cohere2Model(CohereModel):
-    """The pipeline model of Command R7B."""
+    """Reads the configuration of Command R7B and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -29,7 +29,7 @@ class Cohere2Model(CohereModel):
         types = layer_types(config, default)
         blueprint = cohere_blueprint(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             windows=layer_windows(config, types, 4096),
         )
         return replace(blueprint, rotary_indices=tuple(0 if kind == SLIDING else None for kind in types))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DistilBertModel(PostNormModel):
-    """The pipeline model of DistilBERT."""
+    """Reads the configuration of DistilBERT and builds its network."""
 
     weights_adapter = prefix_remover("distilbert.")
     ignored_weights = ("vocab_*",)
@@ -48,7 +48,7 @@ class DistilBertModel(PostNormModel):
         if hidden % heads:
             raise ConfigError("n_heads", f"{heads} heads do not divide dim {hidden}")
         return PostNormSizes(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             positions=config.integer("max_position_embeddings", 512),
             token_types=0,
             layers=config.integer("n_layers", 6, maximum=MAX_LAYERS),

@@ -12,7 +12,7 @@ _PLACEHOLDERS = {
     "video_token_id": ("video", 258_884),
     "audio_token_id": ("audio", 258_881),
 }
-"""For each key of a placeholder token in ``config.json``: the kind of input, and the default token id."""
+"""For each key of a placeholder token id: the kind of input that the token represents, and the default id."""
 
 
 def remove_text_prefix(name: str) -> str:
@@ -21,7 +21,7 @@ def remove_text_prefix(name: str) -> str:
 
 
 class EmbeddingGemma2Model(EmbeddingGemma2TextModel):
-    """The pipeline model of EmbeddingGemma 2, without its image and audio encoders."""
+    """Builds the text network of EmbeddingGemma 2. Its image and audio encoders are not loaded."""
 
     weights_adapter = remove_text_prefix
     ignored_weights = ("vision_tower.*", "embed_vision.*", "audio_tower.*", "embed_audio.*")

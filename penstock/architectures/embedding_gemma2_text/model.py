@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
 _LAYER_TYPES = (FULL, SLIDING)
-_BASES = {FULL: 1_000_000.0, SLIDING: 10_000.0}
-_GLOBAL_HEADS = (512, 1)
-"""Head size and kv heads of full-attention layers if ``config.json`` has no ``per_layer_config``."""
+_DEFAULT_ROPE_THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+_FULL_HEAD_DIM, _FULL_NUM_KV_HEADS = 512, 1
+"""Head size and number of kv heads of full-attention layers if there is no ``per_layer_config``."""
 
 
 class EmbeddingGemma2TextModel(EncoderModel):
@@ -73,18 +73,18 @@ class EmbeddingGemma2TextModel(EncoderModel):
         cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
     ) -> EmbeddingGemma2Network:
         config = cls.text_config(huggingface_config)
-        vocabulary, hidden = config.integer("vocab_size"), config.integer("hidden_size")
-        size, layers = config.integer("hidden_size_per_layer_input", 512), num_layers(config)
+        vocab_size, hidden = config.integer("vocab_size"), config.integer("hidden_size")
+        per_layer_size, layers = config.integer("hidden_size_per_layer_input", 512), num_layers(config)
         scale = float(torch.tensor(hidden**0.5, dtype=load.dtype))
         rotaries = _rotaries(config)
-        kinds = _layer_types(config)
+        types = _layer_types(config)
         return EmbeddingGemma2Network(
-            load_embedding(load, load.table("embed_tokens", vocabulary, hidden), vocabulary, scale),
-            load.linear("ple.per_layer_model_projection", layers * size, hidden),
+            load_embedding(load, load.table("embed_tokens", vocab_size, hidden), vocab_size, scale),
+            load.linear("ple.per_layer_model_projection", layers * per_layer_size, hidden),
             hidden**-0.5,
-            _norm(load, config, "ple.per_layer_projection_norm", size),
-            tuple(Rotary(rotaries[kind], max_length, load.device) for kind in _LAYER_TYPES),
-            tuple(_block(load, config, layer, kind) for layer, kind in enumerate(kinds)),
+            _norm(load, config, "ple.per_layer_projection_norm", per_layer_size),
+            tuple(Rotary(rotaries[layer_type], max_length, load.device) for layer_type in _LAYER_TYPES),
+            tuple(_block(load, config, layer, layer_type) for layer, layer_type in enumerate(types)),
             _norm(load, config, "norm", hidden),
             load.linear("embedding_projection", cls.output_size(huggingface_config), hidden),
         )
@@ -96,11 +96,12 @@ def _layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
     return (*layer_types(config, default)[:-1], FULL)
 
 
-def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, int, int]:
+def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple[int, int, int]:
     """Return the number of heads, the number of kv heads and the head size of a layer.
 
     Raises:
-        ConfigError: a value is missing or invalid, or the kv heads do not divide the heads.
+        ConfigError: the kv heads do not divide the heads.
+        CheckpointError: a value is missing or invalid.
     """
     heads = config.integer("num_attention_heads")
     head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)
@@ -108,8 +109,8 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, 
         layer_config = config.section("per_layer_config").section(str(layer))
         head_dim = layer_config.integer("head_dim", head_dim)
         kv_heads = layer_config.integer("num_key_value_heads", kv_heads)
-    elif kind == FULL:
-        head_dim, kv_heads = _GLOBAL_HEADS
+    elif layer_type == FULL:
+        head_dim, kv_heads = _FULL_HEAD_DIM, _FULL_NUM_KV_HEADS
     if heads % kv_heads:
         raise ConfigError(
             "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} heads of layer {layer}"
@@ -120,15 +121,18 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, kind: str) -> tuple[int, 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
     """Return the configuration of the rotary embedding of each layer type.
 
-    A type that no layer has gets the head size of the last layer.
+    A layer type that does not occur in the model gets the head size of the last layer.
     """
-    rope_section, kinds = config.section("rope_parameters"), _layer_types(config)
+    rope_section, types = config.section("rope_parameters"), _layer_types(config)
     configs = {}
-    for kind in _LAYER_TYPES:
-        layer = kinds.index(kind) if kind in kinds else len(kinds) - 1
-        parameters = {"rope_theta": _BASES[kind], **rope_section.section(kind).to_dict()}
-        head_dim = _head_sizes(config, layer, kinds[layer])[2]
-        configs[kind] = RotaryConfig.from_huggingface(
+    for layer_type in _LAYER_TYPES:
+        layer = types.index(layer_type) if layer_type in types else len(types) - 1
+        parameters = {
+            "rope_theta": _DEFAULT_ROPE_THETAS[layer_type],
+            **rope_section.section(layer_type).to_dict(),
+        }
+        head_dim = _head_sizes(config, layer, types[layer])[2]
+        configs[layer_type] = RotaryConfig.from_huggingface(
             config, head_dim, parameters=parameters, supports_partial=False
         )
     return configs
@@ -138,9 +142,9 @@ def _norm(load: Loader, config: HuggingFaceConfig, name: str, size: int) -> RMSN
     return load.norm(name, size, config.number("rms_norm_eps", 1e-6))
 
 
-def _attention(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> NormedAttention:
+def _attention(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str) -> NormedAttention:
     name, hidden = f"layers.{layer}.self_attn", config.integer("hidden_size")
-    heads, kv_heads, dim = _head_sizes(config, layer, kind)
+    heads, kv_heads, dim = _head_sizes(config, layer, layer_type)
     bias = config.flag("attention_bias")
     parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
     unit_weights = torch.ones(dim, dtype=load.dtype, device=load.device)
@@ -153,14 +157,14 @@ def _attention(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -
         _norm(load, config, f"{name}.q_norm", dim),
         _norm(load, config, f"{name}.k_norm", dim),
         RMSNorm(unit_weights, config.number("rms_norm_eps", 1e-6)),
-        _LAYER_TYPES.index(kind),
-        config.integer("sliding_window", 512) if kind == SLIDING else None,
+        _LAYER_TYPES.index(layer_type),
+        config.integer("sliding_window", 512) if layer_type == SLIDING else None,
     )
 
 
-def _block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> EmbeddingGemma2Block:
+def _block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str) -> EmbeddingGemma2Block:
     name, hidden = f"layers.{layer}", config.integer("hidden_size")
-    size = config.integer("hidden_size_per_layer_input", 512)
+    per_layer_size = config.integer("hidden_size_per_layer_input", 512)
     activation = _activation(config)
 
     def norms(before: str, after: str) -> tuple[RMSNorm, RMSNorm]:
@@ -168,12 +172,12 @@ def _block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> Em
 
     return EmbeddingGemma2Block(
         norms("input_layernorm", "post_attention_layernorm"),
-        _attention(load, config, layer, kind),
+        _attention(load, config, layer, layer_type),
         norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         GatedMLP.load(load, f"{name}.mlp", hidden, config.integer("intermediate_size"), activation),
         LayerInput(
-            load.linear(f"{name}.ple_block.per_layer_input_gate", size, hidden),
-            load.linear(f"{name}.ple_block.per_layer_projection", hidden, size),
+            load.linear(f"{name}.ple_block.per_layer_input_gate", per_layer_size, hidden),
+            load.linear(f"{name}.ple_block.per_layer_projection", hidden, per_layer_size),
             _norm(load, config, f"{name}.ple_block.post_per_layer_input_norm", hidden),
             activation,
         ),

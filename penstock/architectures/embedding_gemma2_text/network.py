@@ -24,7 +24,7 @@ class NormedAttention:
     q_norm: RMSNorm
     k_norm: RMSNorm
     v_norm: RMSNorm
-    rotary: int
+    rotary_index: int
     """The index of the rotary embedding for queries and keys."""
     window: int | None
     """The largest distance in tokens from a query to a visible key, in each direction; None for no limit."""
@@ -36,7 +36,7 @@ class NormedAttention:
         q = self.q_norm(heads[:, : self.heads], step)
         k = self.k_norm(heads[:, self.heads : qk_heads], step)
         v = self.v_norm(heads[:, qk_heads:], step)
-        q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        q, k = step.ops.rotary(q, k, *rows[self.rotary_index])
         out = step.ops.encoder_attention(
             q, k, v, step.row_offsets, scale=1.0, window=self.window, blocks=step.blocks
         )
@@ -63,14 +63,14 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingGemma2Block:
-    """Attention, feed-forward layer and per-layer input, each with norms. `factor` scales the output."""
+    """Attention, feed-forward layer and per-layer input, each with norms. The block scales its output."""
 
     attention_norms: tuple[RMSNorm, RMSNorm]
     attention: NormedAttention
     mlp_norms: tuple[RMSNorm, RMSNorm]
     mlp: GatedMLP
     layer_input: LayerInput
-    factor: float
+    output_scale: float
 
     def __call__(self, x: Tensor, per_layer: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E]`` and the block's per-layer embeddings ``[T, P]`` -> ``[T, E]``."""
@@ -80,7 +80,7 @@ class EmbeddingGemma2Block:
         normalized, x = before.add(attended, x, step)
         x = step.ops.add(after(self.mlp(normalized, step), step), x)
         x = step.ops.add(self.layer_input(x, per_layer, step), x)
-        return x if self.factor == 1 else step.ops.scale(x, self.factor)
+        return x if self.output_scale == 1 else step.ops.scale(x, self.output_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class EmbeddingGemma2Network:
     """Token embeddings, their projection to per-layer embeddings, blocks, a norm and an output projection."""
 
     embedding: Embedding
-    layer_inputs: Linear  # [E] -> [L P]
+    layer_input_projection: Linear  # [E] -> [L P]
     layer_input_scale: float
     layer_input_norm: RMSNorm  # [P]
     rotaries: tuple[Rotary, ...]
@@ -99,14 +99,14 @@ class EmbeddingGemma2Network:
     masked_lm_head: None = None
 
     @property
-    def length_dependent(self) -> bool:
-        """Whether a rotary embedding depends on the length of the sequence."""
-        return any(rotary.length_dependent for rotary in self.rotaries)
+    def is_length_dependent(self) -> bool:
+        """Whether the angles of a rotary embedding depend on the sequence length."""
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, embedding_dim]``; the family has no token types."""
         x = self.embedding(tokens, step)
-        projected = step.ops.scale(self.layer_inputs(x, step), self.layer_input_scale)
+        projected = step.ops.scale(self.layer_input_projection(x, step), self.layer_input_scale)
         per_layer = self.layer_input_norm(projected.view(len(x), len(self.blocks), -1), step)  # [T, L, P]
         rows = [rotary.rows(step) for rotary in self.rotaries]
         for layer, block in enumerate(self.blocks):

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: interleaved RoPE, and a head size other than 48 / 6."""
+    """Return a small ``config.json`` for tests: interleaved RoPE, a head size other than hidden / heads."""
     return {
         "architectures": ["Ernie4_5ForCausalLM"],
         "model_type": "ernie4_5",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45Model(TransformerModel):
-    """The pipeline model of ERNIE 4.5."""
+    """Reads the configuration of ERNIE 4.5 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -24,9 +24,9 @@ class Ernie45Model(TransformerModel):
         return interleaved(
             Blueprint.from_huggingface(
                 config,
-                head_dim=_head_dim(config),
-                tied_head=True,
-                default_base=500_000.0,
+                default_head_dim=_head_dim(config),
+                default_tied_head=True,
+                default_rope_theta=500_000.0,
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,
@@ -36,5 +36,5 @@ class Ernie45Model(TransformerModel):
 
 
 def _head_dim(config: HuggingFaceConfig) -> int | None:
-    """Return the default head size: 128 if the key is absent, hidden size / heads if it is null."""
+    """Return the default head size: 128 if ``head_dim`` is absent; None, for hidden size / heads, if null."""
     return None if "head_dim" in config else 128

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Ernie45MoeModel(TransformerModel):
-    """The pipeline model of ERNIE 4.5 with experts."""
+    """Reads the configuration of ERNIE 4.5 with experts and builds its network."""
 
     ignored_weights = (*TransformerModel.ignored_weights, "model.mtp_*")  # multi-token prediction layers
 
@@ -49,8 +49,8 @@ class Ernie45MoeModel(TransformerModel):
         return interleaved(
             Blueprint.from_huggingface(
                 config,
-                default_base=500_000.0,
-                tied_head=True,
+                default_rope_theta=500_000.0,
+                default_tied_head=True,
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,
@@ -70,10 +70,10 @@ class Ernie45MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden, activation = huggingface_config, blueprint.hidden, blueprint.activation
-        experts = config.integer("num_experts", config.integer("moe_num_experts", 64))
+        num_experts = config.integer("num_experts", config.integer("moe_num_experts", 64))
         inner = config.integer("moe_intermediate_size", 1536)
         num_shared = config.integer("moe_num_shared_experts", 2, minimum=0)
-        top_k = num_experts_per_token(config, experts, default=6, key="moe_k", has_shared=True)
+        top_k = num_experts_per_token(config, num_experts, default=6, key="moe_k", has_shared=True)
         routing = ScoreRouting("softmax", is_normed=True, min_sum=config.number("moe_norm_min", 1e-12))
         expert_layers = _expert_layers(config, blueprint.layers)
         read_dense, bias = gated_mlps(load, blueprint), blueprint.mlp_bias
@@ -82,13 +82,13 @@ class Ernie45MoeModel(TransformerModel):
             if layer not in expert_layers:
                 return read_dense(name, layer)
             routed_experts = Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden, is_float32=True),
+                load_experts(load, f"{name}.{_NAMES.experts}", num_experts, hidden, inner),
                 top_k,
                 routing,
                 activation,
-                load_correction_bias(load, f"{name}.{_BIAS}", 1, experts),
-                is_float32=True,
+                load_correction_bias(load, f"{name}.{_CORRECTION_BIAS}", 1, num_experts),
+                is_router_float32=True,
             )
             if not num_shared:
                 return routed_experts
@@ -110,5 +110,5 @@ def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     return {layer for layer in range(layers) if (layer + 1) % interval == 0 and start <= layer <= last_layer}
 
 
-_BIAS = "moe_statics.e_score_correction_bias"
-_NAMES = TensorNames(is_router_float32=True, other_tables=(f".{_BIAS}",))
+_CORRECTION_BIAS = "moe_statics.e_score_correction_bias"
+_NAMES = TensorNames(is_router_float32=True, other_tables=(f".{_CORRECTION_BIAS}",))

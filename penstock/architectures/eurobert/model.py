@@ -17,7 +17,7 @@ _POOLINGS: dict[str, PoolingType] = {"bos": "cls", "mean": "mean", "late": "mean
 
 
 class EuroBertModel(EmbedderModel):
-    """The pipeline model of EuroBERT."""
+    """Reads the configuration of EuroBERT and builds its network."""
 
     decoder = LlamaModel
     classifier_names = ClassifierNames(dense="dense", activation="gelu", output="classifier")

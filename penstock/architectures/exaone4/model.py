@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class Exaone4Model(TransformerModel):
-    """The pipeline model of EXAONE 4."""
+    """Reads the configuration of EXAONE 4 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
-        has_windows = config.optional_integer("sliding_window", _WINDOW) is not None
+        has_windows = config.optional_integer("sliding_window", _DEFAULT_WINDOW) is not None
         types = layer_types(config, _default_layer_types(config, has_windows))
         return Blueprint.from_huggingface(
             config,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             block_norms="after",
             head_norms="each",
-            windows=layer_windows(config, types, _WINDOW, has_windows=has_windows),
+            windows=layer_windows(config, types, _DEFAULT_WINDOW, has_windows=has_windows),
             rotary_indices=tuple(0 if kind == SLIDING or not has_windows else None for kind in types),
         )
 
@@ -41,7 +41,8 @@ def _default_layer_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[
     layer with a window, G a layer with full attention.
 
     Raises:
-        ConfigError: ``sliding_window_pattern`` is neither a number nor a string of the letters L and G.
+        ConfigError: ``sliding_window_pattern`` is an empty string or has letters other than L and G.
+        CheckpointError: ``sliding_window_pattern`` is neither a whole number nor a string.
     """
     layers, pattern = range(num_layers(config)), config.get("sliding_window_pattern")
     if not has_windows:
@@ -57,4 +58,4 @@ def _default_layer_types(config: HuggingFaceConfig, has_windows: bool) -> tuple[
     return tuple(SLIDING if (layer + 1) % period else FULL for layer in layers)
 
 
-_WINDOW = 4096
+_DEFAULT_WINDOW = 4096

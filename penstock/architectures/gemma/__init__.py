@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: a head size other than 48 / 6, and one kv head."""
+    """Return a small ``config.json`` for tests: a head size other than hidden / heads, one kv head."""
     return {
         "architectures": ["GemmaForCausalLM"],
         "model_type": "gemma",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GemmaModel(TransformerModel):
-    """The pipeline model of Gemma."""
+    """Reads the configuration of Gemma and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -23,14 +23,14 @@ class GemmaModel(TransformerModel):
                 "use_bidirectional_attention", "is true, but text generation needs causal attention"
             )
         # In the earliest checkpoints, ``gelu`` means the tanh approximation of GELU.
-        is_older = config.get("hidden_act") in (None, "gelu")
+        means_tanh = config.get("hidden_act") in (None, "gelu")
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(
             config,
-            head_dim=256,
-            activation=None if is_older else "hidden_act",
+            default_head_dim=256,
+            activation_key=None if means_tanh else "hidden_act",
             default_activation="gelu_pytorch_tanh",
-            tied_head=True,
+            default_tied_head=True,
             norm_offset=1.0,
             embedding_scale=config.integer("hidden_size") ** 0.5,
             qkv_bias=attention_bias,

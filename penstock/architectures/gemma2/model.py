@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gemma2Model(TransformerModel):
-    """The pipeline model of Gemma 2."""
+    """Reads the configuration of Gemma 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -34,12 +34,12 @@ class Gemma2Model(TransformerModel):
 
 
 class GemmaDefaults(TypedDict):
-    """Arguments of `Blueprint.from_huggingface` that all Gemma families share."""
+    """Arguments of `Blueprint.from_huggingface` that Gemma 2 and Gemma 3 share."""
 
-    head_dim: int
-    activation: str
+    default_head_dim: int
+    activation_key: str
     default_activation: str
-    tied_head: bool
+    default_tied_head: bool
     block_norms: Literal["around"]
     norm_offset: float
     attention_scale: float
@@ -50,7 +50,7 @@ class GemmaDefaults(TypedDict):
 
 
 def gemma_defaults(config: HuggingFaceConfig) -> GemmaDefaults:
-    """Return the arguments that all Gemma families share.
+    """Return the arguments of `Blueprint.from_huggingface` that Gemma 2 and Gemma 3 share.
 
     Raises:
         ConfigError: the checkpoint has bidirectional attention.
@@ -61,10 +61,10 @@ def gemma_defaults(config: HuggingFaceConfig) -> GemmaDefaults:
         )
     attention_bias = config.flag("attention_bias")
     return {
-        "head_dim": 256,
-        "activation": "hidden_activation",
+        "default_head_dim": 256,
+        "activation_key": "hidden_activation",
         "default_activation": "gelu_pytorch_tanh",
-        "tied_head": True,
+        "default_tied_head": True,
         "block_norms": "around",
         "norm_offset": 1.0,
         "attention_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,

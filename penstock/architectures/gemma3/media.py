@@ -10,7 +10,7 @@ from penstock.media.family import ProcessedImage, VisionFamily
 
 
 class Gemma3Family(VisionFamily):
-    """Images of Gemma 3, whose tokens attend to each other in both directions."""
+    """Images of Gemma 3. The tokens of an image attend to each other in both directions."""
 
     is_bidirectional = True
 

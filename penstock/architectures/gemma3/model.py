@@ -33,7 +33,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class Gemma3Model(VisionLanguageModel):
-    """The pipeline model of Gemma 3 with images."""
+    """Reads the configuration of Gemma 3 with images and builds its network."""
 
     weights_adapter = model_tensor_name
     ignored_weights = (*VisionLanguageModel.ignored_weights, "vision_tower.head.*")
@@ -82,7 +82,7 @@ class Gemma3Model(VisionLanguageModel):
 
     @classmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
-        return cls.vision_sizes(huggingface_config).grid ** 2
+        return cls.vision_sizes(huggingface_config).patches_per_side ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:
         return self.max_image_rows(self.huggingface_config)

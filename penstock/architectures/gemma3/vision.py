@@ -37,7 +37,7 @@ class Gemma3Vision:
     tower: VisionTower
     norm: RMSNorm
     projection: Linear  # [E] -> [E of the decoder]
-    pooled_side: int  # embeddings of an image in each direction, after pooling
+    pooled_side: int  # embeddings per side of an image, after pooling
     device: torch.device
     dtype: torch.dtype
 
@@ -48,12 +48,13 @@ class Gemma3Vision:
         Raises:
             ConfigError: pooling cannot divide the patches of an image into ``mm_tokens_per_image`` squares.
         """
-        count = config.integer("mm_tokens_per_image", 256)
-        pooled_side = isqrt(count)
-        if pooled_side**2 != count or sizes.grid % pooled_side:
+        num_tokens = config.integer("mm_tokens_per_image", 256)
+        pooled_side = isqrt(num_tokens)
+        if pooled_side**2 != num_tokens or sizes.patches_per_side % pooled_side:
             raise ConfigError(
                 "mm_tokens_per_image",
-                f"{count} must be the square of a divisor of {sizes.grid}, the patches per side of an image",
+                f"{num_tokens} must be the square of a divisor of {sizes.patches_per_side}, the patches per "
+                "side of an image",
             )
         weight = load.source.tensor(_PROJECTION, (sizes.hidden, hidden))
         return cls(
@@ -67,16 +68,18 @@ class Gemma3Vision:
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
         """Return the decoder embeddings ``[pooled_side^2, E]`` of each image."""
-        sizes, count, side = self.tower.sizes, len(images), self.pooled_side
+        sizes, num_images, side = self.tower.sizes, len(images), self.pooled_side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)
-        step = image_step(run.ops, [sizes.grid**2] * count, self.device)
+        step = image_step(run.ops, [sizes.patches_per_side**2] * num_images, self.device)
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step = with_step_tensors(step, ops, tensors)
             return [self.tower(tensors["patches"], forward_step.positions, forward_step)]
 
-        [x] = run((id(self), count), {"patches": patches, **image_step_tensors(step)}, forward)
-        squares = x.view(count, side, sizes.grid // side, side, sizes.grid // side, -1)
-        pooled = squares.float().mean((2, 4)).to(x.dtype).view(count * side * side, -1)
-        return list(self.projection(self.norm(pooled, step), step).view(count, side * side, -1))
+        [x] = run((id(self), num_images), {"patches": patches, **image_step_tensors(step)}, forward)
+        squares = x.view(
+            num_images, side, sizes.patches_per_side // side, side, sizes.patches_per_side // side, -1
+        )
+        pooled = squares.float().mean((2, 4)).to(x.dtype).view(num_images * side * side, -1)
+        return list(self.projection(self.norm(pooled, step), step).view(num_images, side * side, -1))

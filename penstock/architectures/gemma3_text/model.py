@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Gemma3TextModel(TransformerModel):
-    """The pipeline model of Gemma 3."""
+    """Reads the configuration of Gemma 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

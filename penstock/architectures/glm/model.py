@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GlmModel(TransformerModel):
-    """The pipeline model of GLM."""
+    """Reads the configuration of GLM and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -26,8 +26,8 @@ def glm_blueprint(
     return interleaved(
         Blueprint.from_huggingface(
             config,
-            head_dim=128,
-            partial_rotary=0.5,
+            default_head_dim=128,
+            default_partial_rotary_factor=0.5,
             norm_eps=config.number("rms_norm_eps", 1.5625e-07),
             qkv_bias=config.flag("attention_bias", True),
             block_norms=block_norms,

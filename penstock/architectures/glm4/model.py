@@ -18,7 +18,7 @@ _NAMES = TensorNames(
 
 
 class Glm4Model(TransformerModel):
-    """The pipeline model of GLM-4-0414."""
+    """Reads the configuration of GLM-4-0414 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

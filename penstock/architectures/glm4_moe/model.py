@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Glm4MoeModel(TransformerModel):
-    """The pipeline model of GLM 4 with experts."""
+    """Reads the configuration of GLM 4 with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         return Blueprint.from_huggingface(
             config,
-            partial_rotary=0.5,
+            default_partial_rotary_factor=0.5,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             head_norms="each" if config.flag("use_qk_norm") else None,
             qkv_bias=config.flag("attention_bias"),
@@ -62,11 +62,11 @@ class Glm4MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", config.integer("n_routed_experts", 128))
+        num_experts = config.integer("num_local_experts", config.integer("n_routed_experts", 128))
         inner = config.integer("moe_intermediate_size", 1408)
         shared_inner = inner * config.integer("n_shared_experts", 1)
-        top_k = num_experts_per_token(config, experts, default=8, has_shared=True)
-        routing = group_routing(config, experts)
+        top_k = num_experts_per_token(config, num_experts, default=8, has_shared=True)
+        routing = group_routing(config, num_experts)
         num_dense_layers = config.integer("first_k_dense_replace", 1, minimum=0)
         read_dense = gated_mlps(load, blueprint)
 
@@ -76,13 +76,13 @@ class Glm4MoeModel(TransformerModel):
             router = f"{name}.{_NAMES.router}"
             return SharedExperts(
                 Experts(
-                    load_router(load, router, experts, hidden, is_float32=True),
-                    load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
+                    load_router(load, router, num_experts, hidden, is_float32=True),
+                    load_experts(load, f"{name}.{_NAMES.experts}", num_experts, hidden, inner),
                     top_k,
                     routing,
                     blueprint.activation,
-                    load_correction_bias(load, f"{router}.e_score_correction_bias", experts),
-                    is_float32=True,
+                    load_correction_bias(load, f"{router}.e_score_correction_bias", num_experts),
+                    is_router_float32=True,
                 ),
                 GatedMLP.load(load, f"{name}.shared_experts", hidden, shared_inner, blueprint.activation),
             )
@@ -93,15 +93,15 @@ class Glm4MoeModel(TransformerModel):
 _NAMES = TensorNames(is_router_float32=True)
 
 
-def group_routing(config: HuggingFaceConfig, experts: int) -> ScoreRouting:
+def group_routing(config: HuggingFaceConfig, num_experts: int) -> ScoreRouting:
     """Return the grouped routing of a ``config.json`` with the keys of DeepSeek-V3.
 
     Raises:
         ConfigError: ``n_group`` does not divide the number of experts, or ``topk_group`` exceeds ``n_group``.
     """
     groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
-    if experts % groups:
-        raise ConfigError("n_group", f"{groups} groups do not divide {experts} experts")
+    if num_experts % groups:
+        raise ConfigError("n_group", f"{groups} groups do not divide {num_experts} experts")
     if top_groups > groups:
         raise ConfigError("topk_group", f"must be at most n_group, {groups}, was {top_groups}")
     return ScoreRouting(

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: three heads."""
+    """Return a small ``config.json`` for tests."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -29,12 +29,12 @@ NAMES = TensorNames(
 class GPT2Config:
     """The sizes and options of a GPT-2 network."""
 
-    vocabulary: int  # V
+    vocab_size: int  # V
     positions: int  # P
     hidden: int  # E
     inner: int  # F
     heads: int  # H
-    scales: tuple[float, ...]  # [L]: scale of the attention scores
+    attention_scales: tuple[float, ...]  # [L]
     norm_eps: float
     activation: Activation
     tied_head: bool
@@ -42,7 +42,7 @@ class GPT2Config:
     @property
     def layers(self) -> int:
         """The number of layers, L."""
-        return len(self.scales)
+        return len(self.attention_scales)
 
     @property
     def head_dim(self) -> int:
@@ -68,12 +68,12 @@ class GPT2Config:
         scale = (hidden // heads) ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
         divides_by_layer = config.flag("scale_attn_by_inverse_layer_idx")
         return cls(
-            vocabulary=config.integer("vocab_size"),
+            vocab_size=config.integer("vocab_size"),
             positions=config.integer("n_positions"),
             hidden=hidden,
             inner=config.integer("n_inner", 4 * hidden),
             heads=heads,
-            scales=tuple(
+            attention_scales=tuple(
                 scale / (layer + 1) if divides_by_layer else scale
                 for layer in range(config.integer("n_layer", maximum=MAX_LAYERS))
             ),

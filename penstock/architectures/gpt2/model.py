@@ -78,8 +78,8 @@ class GPT2Block:
                 heads.size,
                 heads.size,
                 config.head_dim,
-                config.scales[layer],
-                rotary=None,
+                config.attention_scales[layer],
+                rotary_index=None,
             ),
             load.layer_norm(f"{name}.ln_2", hidden, config.norm_eps),
             MLP(
@@ -103,21 +103,21 @@ class GPT2Network:
     blocks: tuple[GPT2Block, ...]
     norm: LayerNorm
     head: Head
-    length_dependent: bool = False
+    is_length_dependent: bool = False
 
     @classmethod
     def load(cls, load: Loader, config: GPT2Config) -> GPT2Network:
         """Read the network."""
-        vocabulary, hidden = config.vocabulary, config.hidden
+        vocab_size, hidden = config.vocab_size, config.hidden
         tied_head = NAMES.head if config.tied_head else None
-        table = load.table(NAMES.embedding_path, vocabulary, hidden, tied_head=tied_head)
+        table = load.table(NAMES.embedding_path, vocab_size, hidden, tied_head=tied_head)
         tied_to = table if config.tied_head else None
         return cls(
-            load_embedding(load, table, vocabulary),
+            load_embedding(load, table, vocab_size),
             Embedding(load.tensor(f"{NAMES.prefix}wpe.weight", config.positions, hidden)),
             tuple(GPT2Block.load(load, config, layer) for layer in range(config.layers)),
             load.layer_norm(NAMES.norm_path, hidden, config.norm_eps),
-            Head(load.head(NAMES.head, vocabulary, hidden, tied_to=tied_to)),
+            Head(load.head(NAMES.head, vocab_size, hidden, tied_to=tied_to)),
         )
 
     def __call__(
@@ -138,11 +138,11 @@ def with_prefix(name: str) -> str:
 
 
 class GPT2Model(DecoderModel):
-    """The pipeline model of GPT-2."""
+    """Reads the configuration of GPT-2 and builds its network."""
 
     ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # attention masks
     weights_adapter = with_prefix
-    is_divisible = True
+    supports_tensor_parallelism = True
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:

@@ -48,7 +48,7 @@ _NAMES = TensorNames(
 class GPTNeoXAttention(Attention):
     """Attention whose fused matrix stores query, key and value of head 0, then of head 1, and so on."""
 
-    is_by_head = True
+    is_qkv_per_head = True
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.qkv(x, step).view(-1, self.heads, 3, self.head_dim)  # [T, H, 3, D]
@@ -61,7 +61,7 @@ def rename_head(name: str) -> str:
 
 
 class GPTNeoXModel(TransformerModel):
-    """The pipeline model of GPT-NeoX."""
+    """Reads the configuration of GPT-NeoX and builds its network."""
 
     ignored_weights = (
         "*rotary_emb.inv_freq",
@@ -85,8 +85,8 @@ class GPTNeoXModel(TransformerModel):
         return Blueprint.from_huggingface(
             config,
             default_activation="gelu",
-            default_base=config.number("rotary_emb_base", 10000.0),
-            partial_rotary=config.number("rotary_pct", 0.25),
+            default_rope_theta=config.number("rotary_emb_base", 10000.0),
+            default_partial_rotary_factor=config.number("rotary_pct", 0.25),
             names=_NAMES,
             norm_eps=config.number("layer_norm_eps", 1e-5),
             qkv_bias=attention_bias,
@@ -108,4 +108,4 @@ class GPTNeoXModel(TransformerModel):
     ) -> LoadBlock:
         if not huggingface_config.flag("use_parallel_residual", True):
             return super().block(load, blueprint, huggingface_config, parts)
-        return lambda layer: ParallelBlock.load(load, blueprint, layer, parts, norms=2)
+        return lambda layer: ParallelBlock.load(load, blueprint, layer, parts, num_norms=2)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class GptOssModel(TransformerModel):
-    """The pipeline model of gpt-oss."""
+    """Reads the configuration of gpt-oss and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -40,29 +40,31 @@ class GptOssModel(TransformerModel):
         alternating = tuple((SLIDING, FULL)[layer % 2] for layer in range(num_layers(config)))
         return Blueprint.from_huggingface(
             config,
-            head_dim=64,
-            default_base=150_000.0,
-            rope_parameters=rope_values(config) or _YARN,
+            default_head_dim=64,
+            default_rope_theta=150_000.0,
+            rope_parameters=rope_values(config) or _DEFAULT_YARN,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=bias,
             output_bias=bias,
-            sinks=True,
+            has_sinks=True,
             names=_NAMES,
-            windows=layer_windows(config, layer_types(config, alternating), _WINDOW),
+            windows=layer_windows(config, layer_types(config, alternating), _DEFAULT_WINDOW),
         )
 
     @classmethod
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        experts = huggingface_config.integer("num_local_experts", 128)
-        top_k = num_experts_per_token(huggingface_config, experts, default=4)
+        num_experts = huggingface_config.integer("num_local_experts", 128)
+        top_k = num_experts_per_token(huggingface_config, num_experts, default=4)
         gating = ClampedSwiGLU(_ALPHA, huggingface_config.number("swiglu_limit", 7.0))
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, blueprint.hidden, bias=True),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, blueprint.hidden, blueprint.inner),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, blueprint.hidden, bias=True),
+                load_experts(
+                    load, f"{name}.{_NAMES.experts}", num_experts, blueprint.hidden, blueprint.inner
+                ),
                 top_k,
                 "chosen",
                 gating,
@@ -73,8 +75,8 @@ class GptOssModel(TransformerModel):
 
 _NAMES = TensorNames(router="router", other_tables=("_proj_bias",))  # biases of all experts: one matrix
 _ALPHA = 1.702  # g * sigmoid(alpha g) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
-_WINDOW = 128
-_YARN = {
+_DEFAULT_WINDOW = 128
+_DEFAULT_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,

@@ -16,23 +16,23 @@ from penstock.kernels import PackedExperts, PackedLinear
 from penstock.nn import Loader, find_local_experts
 
 
-def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
-    """Read and pack the N = ``experts`` experts called ``name``; ``hidden`` is E, ``inner`` is F."""
-    gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (experts, 2 * inner))
-    down_bias = load.source.tensor(f"{name}.down_proj_bias", (experts, hidden))
+def load_experts(load: Loader, name: str, num_experts: int, hidden: int, inner: int) -> PackedExperts:
+    """Read and pack the N = ``num_experts`` experts called ``name``; ``hidden`` is E, ``inner`` is F."""
+    gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (num_experts, 2 * inner))
+    down_bias = load.source.tensor(f"{name}.down_proj_bias", (num_experts, hidden))
     if load.shard.is_whole and f"{name}.down_proj.0.weight" in load.source:
         gate_up_bias = torch.cat([gate_up_bias[:, 0::2], gate_up_bias[:, 1::2]], dim=1)
         return PackedExperts(
             _load_stored(load, f"{name}.gate_up_proj", gate_up_bias, hidden, _deinterleave),
             _load_stored(load, f"{name}.down_proj", down_bias, inner),
         )
-    gate_up = _matrix_reader(load, f"{name}.gate_up_proj", experts, 2 * inner, hidden)
-    down = _matrix_reader(load, f"{name}.down_proj", experts, hidden, inner)
-    local_experts = find_local_experts(load, experts, inner, f"{name}.down_proj.0")
+    gate_up = _matrix_reader(load, f"{name}.gate_up_proj", num_experts, 2 * inner, hidden)
+    down = _matrix_reader(load, f"{name}.down_proj", num_experts, hidden, inner)
+    local_experts = find_local_experts(load, num_experts, inner, f"{name}.down_proj.0")
     inner_part = local_experts.inner_part or Part(0, inner)
     gate_up_rows = slice(2 * inner_part.start, 2 * inner_part.stop)
     for tensor, shape in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
-        for i in local_experts.remote_experts(experts):
+        for i in local_experts.remote_experts(num_experts):
             if f"{name}.{tensor}.{i}.weight" in load.source:
                 load.source.expect(f"{name}.{tensor}.{i}.weight", shape)
     # Exactly one rank adds a down bias: rank 0 if each expert is divided among the ranks, otherwise the rank
@@ -61,7 +61,7 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
     )
     for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):
         load.source.release(tensor)
-        for i in range(experts):
+        for i in range(num_experts):
             load.source.release(f"{tensor}.{i}.weight")
     return packed
 
@@ -71,23 +71,25 @@ def _load_stored(
     name: str,
     biases: Tensor,  # [N, out]
     in_features: int,
-    order: Callable[[Tensor], Tensor] | None = None,
+    reorder_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[PackedLinear, ...]:
     """Return one linear layer of each expert, packed in the encoding of the checkpoint."""
-    experts, out_features = biases.shape
+    num_experts, out_features = biases.shape
     return tuple(
-        load.expert(f"{name}.{i}", out_features, in_features, bias=biases[i], order=order).packed
-        for i in range(experts)
+        load.expert(
+            f"{name}.{i}", out_features, in_features, bias=biases[i], reorder_rows=reorder_rows
+        ).packed
+        for i in range(num_experts)
     )
 
 
 def _matrix_reader(
-    load: Loader, name: str, experts: int, out_features: int, in_features: int
+    load: Loader, name: str, num_experts: int, out_features: int, in_features: int
 ) -> Callable[[int], Tensor]:
     """Return a function that maps the index of an expert to its matrix ``[out, in]``."""
     if f"{name}.0.weight" in load.source:
         return lambda expert: load.source.tensor(f"{name}.{expert}.weight", (out_features, in_features))
-    matrices = load.source.tensor(name, (experts, in_features, out_features))
+    matrices = load.source.tensor(name, (num_experts, in_features, out_features))
     return lambda expert: matrices[expert].T
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class GraniteModel(TransformerModel):
-    """The pipeline model of Granite."""
+    """Reads the configuration of Granite and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GraniteMoeModel(TransformerModel):
-    """The pipeline model of Granite with experts."""
+    """Reads the configuration of Granite with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -44,17 +44,17 @@ class GraniteMoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         hidden, inner = blueprint.hidden, blueprint.inner
-        experts = huggingface_config.integer("num_local_experts", 8)
-        top_k = num_experts_per_token(huggingface_config, experts, default=2)
+        num_experts = huggingface_config.integer("num_local_experts", 8)
+        top_k = num_experts_per_token(huggingface_config, num_experts, default=2)
 
         def read(name: str, layer: int) -> Experts:
             names = f"{name}.input_linear.weight", f"{name}.output_linear.weight"
             if names[0] in load.source:
-                packed = load_stacked_experts(load, names, experts, hidden, inner)
+                packed = load_stacked_experts(load, names, num_experts, hidden, inner)
             else:  # GGUF files: one tensor per expert
-                packed = load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner)
+                packed = load_experts(load, f"{name}.{_NAMES.experts}", num_experts, hidden, inner)
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden),
                 packed,
                 top_k,
                 "chosen",

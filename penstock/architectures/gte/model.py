@@ -33,7 +33,7 @@ def remove_family_prefix(name: str) -> str:
 
 
 class GteModel(PostNormModel):
-    """The pipeline model of GTE.
+    """Reads the configuration of GTE and builds its network.
 
     A checkpoint can have a token-classification head with one label. Its logit is the weight of a token in
     sparse embeddings (section 3.2 of the paper).
@@ -63,8 +63,8 @@ class GteModel(PostNormModel):
 
     @classmethod
     def rotary(cls, config: HuggingFaceConfig, head_dim: int) -> RotaryConfig:
-        """Return the rotary embedding of heads of ``head_dim`` dims."""
-        return RotaryConfig.from_huggingface(config, head_dim, default_base=160000.0)
+        """Return the configuration of the rotary embedding for heads of ``head_dim`` dims."""
+        return RotaryConfig.from_huggingface(config, head_dim, default_rope_theta=160000.0)
 
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> PostNormEncoder:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class HeliumModel(TransformerModel):
-    """The pipeline model of Helium."""
+    """Reads the configuration of Helium and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         blueprint = Blueprint.from_huggingface(
             config,
-            head_dim=128,
-            default_base=100_000.0,
+            default_head_dim=128,
+            default_rope_theta=100_000.0,
             norm_eps=config.number("rms_norm_eps", 1e-8),
             qkv_bias=config.flag("attention_bias"),
             mlp_bias=config.flag("mlp_bias"),

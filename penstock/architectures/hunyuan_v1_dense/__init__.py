@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: dynamic RoPE, and norms of queries and keys after it."""
+    """Return a small ``config.json`` for tests: dynamic RoPE, then norms of queries and keys."""
     return {
         "architectures": ["HunYuanDenseV1ForCausalLM"],
         "model_type": "hunyuan_v1_dense",

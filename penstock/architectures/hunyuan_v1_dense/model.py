@@ -39,7 +39,7 @@ class HunyuanAttention(Attention):
 
 
 class HunyuanV1DenseModel(TransformerModel):
-    """The pipeline model of dense Hunyuan models."""
+    """Reads the configuration of dense Hunyuan models and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -67,11 +67,12 @@ class HunyuanV1DenseModel(TransformerModel):
 def _rope_parameters(config: HuggingFaceConfig) -> Mapping[str, object]:
     """Return the RoPE parameters.
 
-    Rope type ``dynamic`` with ``alpha`` is read as type ``default`` with a larger base.
+    Rope type ``dynamic`` with ``alpha`` becomes type ``default`` with the base multiplied by
+    ``alpha^(D / (D - 2))``.
 
     Raises:
-        ConfigError: ``alpha`` is negative or not a number, the head size is below 4, or the base is not a
-            number.
+        ConfigError: the type is ``dynamic``, and ``alpha`` is negative or not a number, the head size D is
+            below 4, or the base is not a number.
     """
     parameters = rope_values(config)
     alpha, kind = parameters.get("alpha"), parameters.get("rope_type", parameters.get("type"))

@@ -24,7 +24,7 @@ class Idefics3Family(VisionFamily):
             options["do_image_splitting"] = detail == "high"
         return options
 
-    def processed(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
+    def to_processed_image(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
         grid = np.array([outputs["rows"][0][0], outputs["cols"][0][0]])
         return ProcessedImage(outputs["pixel_values"][0], size, {"tiles": grid})
 

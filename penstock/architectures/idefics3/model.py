@@ -24,7 +24,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class Idefics3Model(VisionLanguageModel):
-    """The pipeline model of Idefics3."""
+    """Reads the configuration of Idefics3 and builds its network."""
 
     weights_adapter = model_tensor_name
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -61,7 +61,7 @@ class Idefics3Model(VisionLanguageModel):
     @classmethod
     def max_image_rows(cls, huggingface_config: HuggingFaceConfig) -> int:
         # The rows of one tile, because the tiles of an image are encoded in several calls.
-        return cls.vision_sizes(huggingface_config).grid ** 2
+        return cls.vision_sizes(huggingface_config).patches_per_side ** 2
 
     def encoder_rows(self, image: ImageMetadata) -> int:
         return num_patches(image, self.vision_sizes(self.huggingface_config).patch_size)

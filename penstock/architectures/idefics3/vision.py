@@ -51,9 +51,10 @@ class Idefics3Vision:
             ConfigError: ``scale_factor`` does not divide the number of patches per side of an image.
         """
         scale = config.integer("scale_factor", 2)
-        if sizes.grid % scale:
+        if sizes.patches_per_side % scale:
             raise ConfigError(
-                "scale_factor", f"{scale} does not divide the {sizes.grid} patches per side of an image"
+                "scale_factor",
+                f"{scale} does not divide the {sizes.patches_per_side} patches per side of an image",
             )
         return cls(
             VisionTower.load(load, "vision_model", sizes),
@@ -81,18 +82,18 @@ class Idefics3Vision:
             pixels: ``[N, C, h, w]``.
             run: runs the encoder's forward.
         """
-        count, _, height, width = pixels.shape
+        num_tiles, _, height, width = pixels.shape
         patch, scale = self.tower.sizes.patch_size, self.scale
         rows, columns = height // patch, width // patch
-        step = image_step(run.ops, [rows * columns] * count, pixels.device)
+        step = image_step(run.ops, [rows * columns] * num_tiles, pixels.device)
         # The order of patches: all patches of the first square, then all patches of the second, and so on.
-        order = torch.arange(count * rows * columns, device=pixels.device)
-        order = order.view(count, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
+        order = torch.arange(num_tiles * rows * columns, device=pixels.device)
+        order = order.view(num_tiles, rows // scale, scale, columns // scale, scale).transpose(2, 3).flatten()
         inputs = {
             "patches": flatten_patches(pixels, patch),
-            "table_rows": tile_positions(rows, columns, self.tower.sizes.grid)
+            "table_rows": tile_positions(rows, columns, self.tower.sizes.patches_per_side)
             .to(pixels.device)
-            .repeat(count),
+            .repeat(num_tiles),
             "order": order,
             **image_step_tensors(step),
         }
@@ -103,7 +104,7 @@ class Idefics3Vision:
             squares = ops.take_rows(x, tensors["order"]).view(-1, x.shape[1] * scale * scale)
             return [self.projection(squares, forward_step)]
 
-        return run((id(self), count, rows, columns), inputs, forward)[0]
+        return run((id(self), num_tiles, rows, columns), inputs, forward)[0]
 
 
 def num_patches(image: ImageMetadata, patch_size: int) -> int:
@@ -120,7 +121,8 @@ def tile_positions(rows: int, columns: int, side: int) -> Tensor:
 def _table_indices(count: int, side: int) -> Tensor:
     """Return the table index of each of ``count`` patches along one direction of an image.
 
-    Patches are evenly spaced points in [0, 1), which is divided into ``side`` equal intervals.
+    The patches are evenly spaced points in [0, 1). The index is the number of the interval that contains the
+    point, out of ``side`` equal intervals.
     """
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), bounds, right=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InternLM3Model(TransformerModel):
-    """The pipeline model of InternLM 3."""
+    """Reads the configuration of InternLM 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -20,7 +20,7 @@ class InternLM3Model(TransformerModel):
         bias = config.flag("bias", config.flag("attention_bias"))
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=config.flag("qkv_bias", config.flag("attention_bias")),
             output_bias=bias,

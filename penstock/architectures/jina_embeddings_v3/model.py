@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class JinaEmbeddingsV3Model(PostNormModel):
-    """The pipeline model of Jina Embeddings v3."""
+    """Reads the configuration of Jina Embeddings v3 and builds its network."""
 
     weights_adapter = prefix_remover("roberta.")
     ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
@@ -35,5 +35,7 @@ class JinaEmbeddingsV3Model(PostNormModel):
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
         sizes = super().sizes(config)
-        rotary = RotaryConfig.from_huggingface(config, sizes.hidden // sizes.heads, default_base=20000.0)
+        rotary = RotaryConfig.from_huggingface(
+            config, sizes.hidden // sizes.heads, default_rope_theta=20000.0
+        )
         return replace(sizes, rotary=rotary, positions=rotary.max_length)

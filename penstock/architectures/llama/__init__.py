@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: grouped heads, sizes that are not powers of two."""
+    """Return a small ``config.json`` for tests: grouped-query attention, sizes that are not powers of two."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

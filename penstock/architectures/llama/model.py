@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LlamaModel(TransformerModel):
-    """The pipeline model of Llama."""
+    """Reads the configuration of Llama and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -57,7 +57,7 @@ class Llama4Attention(Attention):
     def _normalize_and_rotate(
         self, q: Tensor, k: Tensor, rows: Sequence[RotaryRows], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        if self.rotary is None:
+        if self.rotary_index is None:
             if len(rows) > 1:
                 q, _ = step.ops.rotary(q, k[:, :0], *rows[1])
             return q, k
@@ -104,7 +104,7 @@ class Llama4Experts:
 
 
 class Llama4TextModel(TransformerModel):
-    """The pipeline model of Llama 4."""
+    """Reads the configuration of Llama 4 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -113,8 +113,8 @@ class Llama4TextModel(TransformerModel):
         return interleaved(
             Blueprint.from_huggingface(
                 config,
-                head_dim=128,
-                default_base=500_000.0,
+                default_head_dim=128,
+                default_rope_theta=500_000.0,
                 norm_eps=config.number("rms_norm_eps", 1e-5),
                 qkv_bias=bias,
                 output_bias=bias,
@@ -162,8 +162,8 @@ class Llama4TextModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden, inner = huggingface_config, blueprint.hidden, blueprint.inner
-        experts = config.integer("num_local_experts", 16)
-        top_k = num_experts_per_token(config, experts, default=1)
+        num_experts = config.integer("num_local_experts", 16)
+        top_k = num_experts_per_token(config, num_experts, default=1)
         expert_layers = _expert_layers(config, blueprint.layers)
         dense_blueprint = replace(blueprint, inner=config.integer("intermediate_size_mlp", 16384))
         read_dense = gated_mlps(load, dense_blueprint)
@@ -174,11 +174,11 @@ class Llama4TextModel(TransformerModel):
             path = f"{name}.{_NAMES.experts}"
             names = f"{path}.gate_up_proj", f"{path}.down_proj"
             if names[0] in load.source:
-                packed = load_stacked_experts(load, names, experts, hidden, inner, transposed=True)
+                packed = load_stacked_experts(load, names, num_experts, hidden, inner, transposed=True)
             else:  # GGUF files: one tensor per expert
-                packed = load_experts(load, path, experts, hidden, inner)
+                packed = load_experts(load, path, num_experts, hidden, inner)
             return Llama4Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden),
                 packed,
                 top_k,
                 blueprint.activation,
@@ -218,8 +218,8 @@ def _expert_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     configured = config.integers("moe_layers")
     if configured is not None:
         return set(configured)
-    step = config.integer("interleave_moe_layer_step", 1)
-    return set(range(step - 1, layers, step))
+    interval = config.integer("interleave_moe_layer_step", 1)
+    return set(range(interval - 1, layers, interval))
 
 
 _CHUNKED = "chunked_attention"

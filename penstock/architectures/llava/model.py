@@ -40,8 +40,8 @@ class LlavaEncoder:
     """A vision tower, and two linear layers that project its output rows to decoder embeddings."""
 
     tower: VisionTower
-    layers: tuple[int, ...]
-    """The number of blocks before each of the used hidden states. Several hidden states are concatenated."""
+    feature_block_counts: tuple[int, ...]
+    """For each hidden state that the projector reads: the number of tower blocks before it."""
     has_class_row: bool
     drops_first_row: bool
     up: Linear
@@ -60,18 +60,18 @@ class LlavaEncoder:
         )
         if self.has_class_row:
             patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
-        count = patches.shape[1]
-        step = image_step(ops, [count] * len(images), self.device)
+        rows_per_image = patches.shape[1]
+        step = image_step(ops, [rows_per_image] * len(images), self.device)
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step = with_step_tensors(step, ops, tensors)
             return self.tower.hidden_states(
-                tensors["patches"], forward_step.positions, forward_step, self.layers
+                tensors["patches"], forward_step.positions, forward_step, self.feature_block_counts
             )
 
         inputs = {"patches": patches.flatten(0, 1), **image_step_tensors(step)}
         block_rows = run((id(self), len(images)), inputs, forward)
-        rows = torch.cat(block_rows, dim=1).view(len(images), count, -1)
+        rows = torch.cat(block_rows, dim=1).view(len(images), rows_per_image, -1)
         if self.drops_first_row:
             rows = rows[:, 1:]
         inner = ops.activation(self.up(rows.flatten(0, 1).contiguous(), step), self.activation)
@@ -102,7 +102,7 @@ def model_tensor_name(name: str) -> str:
 
 
 class LlavaModel(VisionLanguageModel):
-    """The pipeline model of LLaVA."""
+    """Reads the configuration of LLaVA and builds its network."""
 
     weights_adapter = model_tensor_name
     ignored_weights = (
@@ -135,9 +135,9 @@ class LlavaModel(VisionLanguageModel):
     @classmethod
     def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> ImageEncoder:
         config, tower_config = huggingface_config, vision_config(huggingface_config)
-        kind = tower_config.text("model_type")
-        if kind not in (CLIP, SIGLIP):
-            raise ConfigError("vision_config.model_type", f"{kind!r} is not one of {CLIP}, {SIGLIP}")
+        tower_type = tower_config.text("model_type")
+        if tower_type not in (CLIP, SIGLIP):
+            raise ConfigError("vision_config.model_type", f"{tower_type!r} is not one of {CLIP}, {SIGLIP}")
         is_clip = has_class_row(config)
         sizes = (
             VisionSizes.from_huggingface(tower_config, activation="quick_gelu", norm_eps=1e-5)
@@ -183,20 +183,20 @@ class LlavaModel(VisionLanguageModel):
 
 
 def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
-    """Return for each value of ``vision_feature_layer`` the number of blocks before the hidden states.
+    """Return for each value of ``vision_feature_layer`` the number of blocks before its hidden state.
 
-    Negative values count from the last hidden states. 0 selects the embeddings.
+    Negative values count from the output of the last block, -1. 0 selects the embeddings.
     """
     configured = config.get("vision_feature_layer")
     indices = config.integers("vision_feature_layer") if isinstance(configured, list) else None
     if indices is None:
         indices = (config.integer("vision_feature_layer", -2, minimum=-MAX_LAYERS),)
-    numbers = tuple(layers + 1 + index if index < 0 else index for index in indices)
-    if not numbers or min(numbers) < 0 or max(numbers) > layers:
+    block_counts = tuple(layers + 1 + index if index < 0 else index for index in indices)
+    if not block_counts or min(block_counts) < 0 or max(block_counts) > layers:
         raise ConfigError(
             "vision_feature_layer", f"{configured!r} is not within the {layers} layers of the vision tower"
         )
-    return numbers
+    return block_counts
 
 
 def _flat_patch_size(tower: VisionTower) -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class MiniMaxM2Model(TransformerModel):
-    """The pipeline model of MiniMax-M2."""
+    """Reads the configuration of MiniMax-M2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -41,10 +41,10 @@ class MiniMaxM2Model(TransformerModel):
             parameters.setdefault("partial_rotary_factor", fraction)
         return Blueprint.from_huggingface(
             config,
-            head_dim=128,
-            default_base=5e6,
+            default_head_dim=128,
+            default_rope_theta=5e6,
             rope_parameters=parameters,
-            partial_rotary=1.0,
+            default_partial_rotary_factor=1.0,
             head_norms="together",
             names=_NAMES,
         )
@@ -54,19 +54,21 @@ class MiniMaxM2Model(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", config.integer("num_experts", 256))
-        top_k = num_experts_per_token(config, experts, default=8)
-        parts = ("w1", "w3", "w2")
+        num_experts = config.integer("num_local_experts", config.integer("num_experts", 256))
+        top_k = num_experts_per_token(config, num_experts, default=8)
+        matrix_names = ("w1", "w3", "w2")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden, is_float32=True),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden, is_float32=True),
+                load_experts(
+                    load, f"{name}.{_NAMES.experts}", num_experts, hidden, blueprint.inner, matrix_names
+                ),
                 top_k,
                 ScoreRouting("sigmoid", is_normed=True),
                 blueprint.activation,
-                load_correction_bias(load, f"{name}.e_score_correction_bias", experts),
-                is_float32=True,
+                load_correction_bias(load, f"{name}.e_score_correction_bias", num_experts),
+                is_router_float32=True,
             )
 
         return read

@@ -57,14 +57,14 @@ class Ministral3Attention(Attention):
 
 
 class Ministral3Model(TransformerModel):
-    """The pipeline model of Ministral 3."""
+    """Reads the configuration of Ministral 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             norm_eps=config.number("rms_norm_eps", 1e-5),
             windows=uniform_windows(config),
         )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class MistralModel(TransformerModel):
-    """The pipeline model of Mistral."""
+    """Reads the configuration of Mistral and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

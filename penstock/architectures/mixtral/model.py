@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class MixtralModel(TransformerModel):
-    """The pipeline model of Mixtral."""
+    """Reads the configuration of Mixtral and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         layers = num_layers(huggingface_config)
         return Blueprint.from_huggingface(
             huggingface_config,
-            default_base=1e6,
+            default_rope_theta=1e6,
             norm_eps=huggingface_config.number("rms_norm_eps", 1e-5),
             windows=(huggingface_config.optional_integer("sliding_window"),) * layers,
         )
@@ -37,21 +37,21 @@ class MixtralModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        experts = huggingface_config.integer(
+        num_experts = huggingface_config.integer(
             "num_local_experts", huggingface_config.integer("num_experts", 8)
         )
-        top_k = num_experts_per_token(huggingface_config, experts, default=2)
+        top_k = num_experts_per_token(huggingface_config, num_experts, default=2)
 
         def read(name: str, layer: int) -> Experts:
             names = blueprint.names
             if f"{name}.{names.router}.weight" not in load.source:  # older files
                 name = name.removesuffix(names.feed_forward) + "block_sparse_moe"
             return Experts(
-                load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
+                load_router(load, f"{name}.{names.router}", num_experts, blueprint.hidden),
                 load_experts(
                     load,
                     f"{name}.{names.experts}",
-                    experts,
+                    num_experts,
                     blueprint.hidden,
                     blueprint.inner,
                     ("w1", "w3", "w2"),

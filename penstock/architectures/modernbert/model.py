@@ -37,8 +37,10 @@ from penstock.pipelines.core import PoolingType
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_ROTARIES = (FULL, SLIDING)
-_DEFAULT_BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+_ROTARY_LAYER_TYPES = (FULL, SLIDING)
+"""The layer type of each rotary embedding."""
+_OLDER_ROPE_THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+"""For each layer type: the key of the RoPE base in older ``config.json`` files, and its default."""
 _POOLINGS: dict[str, PoolingType] = {"cls": "cls", "mean": "mean"}
 
 
@@ -67,7 +69,7 @@ class ModernBertBlock:
 class ModernBertNetwork:
     """Embeddings, their norm, pre-norm blocks and a final norm."""
 
-    tokens: Tensor  # [V, E]
+    embedding_table: Tensor  # [V, E]
     norm: LayerNorm
     rotaries: tuple[Rotary, ...]
     blocks: tuple[ModernBertBlock, ...]
@@ -76,13 +78,13 @@ class ModernBertNetwork:
     masked_lm_head: MaskedLMHead | None = None
 
     @property
-    def length_dependent(self) -> bool:
-        """Whether a rotary embedding depends on the length of the sequence."""
-        return any(rotary.length_dependent for rotary in self.rotaries)
+    def is_length_dependent(self) -> bool:
+        """Whether the angles of a rotary embedding depend on the sequence length."""
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
 
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, E]``; the family has no token types."""
-        x, residual = self.norm(step.ops.embedding(tokens, self.tokens), step), None
+        x, residual = self.norm(step.ops.embedding(tokens, self.embedding_table), step), None
         rows = [rotary.rows(step) for rotary in self.rotaries]
         for block in self.blocks:
             x, residual = block(x, residual, step, rows)
@@ -92,7 +94,7 @@ class ModernBertNetwork:
 
 
 class ModernBertModel(EncoderModel):
-    """The pipeline model of ModernBERT."""
+    """The `PipelineModel` of ModernBERT."""
 
     weights_adapter = prefix_remover("model.")
     ignored_weights = ("head.*", "decoder.*", "*rotary_emb*inv_freq")
@@ -147,12 +149,12 @@ def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
     """Return the rotary embeddings of the types `FULL` and `SLIDING`, from newer or older ``config.json``."""
     rope_section = config.section("rope_parameters")
 
-    def rotary(kind: str) -> RotaryConfig:
-        key, default = _DEFAULT_BASES[kind]
-        parameters = {"rope_theta": config.number(key, default)} | dict(rope_section.section(kind))
+    def rotary(layer_type: str) -> RotaryConfig:
+        key, default = _OLDER_ROPE_THETAS[layer_type]
+        parameters = {"rope_theta": config.number(key, default)} | dict(rope_section.section(layer_type))
         return RotaryConfig.from_huggingface(config, _head_dim(config), parameters=parameters)
 
-    return tuple(rotary(kind) for kind in _ROTARIES)
+    return tuple(rotary(layer_type) for layer_type in _ROTARY_LAYER_TYPES)
 
 
 def _norm(load: Loader, config: HuggingFaceConfig, name: str) -> LayerNorm:
@@ -160,7 +162,7 @@ def _norm(load: Loader, config: HuggingFaceConfig, name: str) -> LayerNorm:
     return load.layer_norm(name, size, eps, bias=config.flag("norm_bias"), is_float32=True)
 
 
-def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> ModernBertBlock:
+def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str) -> ModernBertBlock:
     name, hidden, dim = f"layers.{layer}", config.integer("hidden_size"), _head_dim(config)
     heads = config.integer("num_attention_heads")
     attention_bias = config.flag("attention_bias")
@@ -171,8 +173,8 @@ def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) 
         heads,
         dim,
         dim**-0.5,
-        window=config.integer("local_attention", 128) // 2 if kind == SLIDING else None,
-        rotary=_ROTARIES.index(kind),
+        window=config.integer("local_attention", 128) // 2 if layer_type == SLIDING else None,
+        rotary_index=_ROTARY_LAYER_TYPES.index(layer_type),
     )
     mlp = GatedMLP.load(
         load,
@@ -203,13 +205,13 @@ def _classifier(load: Loader, config: HuggingFaceConfig) -> ClassificationHead:
 
 
 def _masked_lm_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> MaskedLMHead:
-    vocabulary, hidden = tokens.shape
+    vocab_size, hidden = tokens.shape
     tied = "decoder.weight" not in load.source
-    weight = tokens if tied else load.source.tensor("decoder.weight", (vocabulary, hidden))
-    bias = load.source.tensor("decoder.bias", (vocabulary,)) if config.flag("decoder_bias", True) else None
+    weight = tokens if tied else load.source.tensor("decoder.weight", (vocab_size, hidden))
+    bias = load.source.tensor("decoder.bias", (vocab_size,)) if config.flag("decoder_bias", True) else None
     return MaskedLMHead(
         plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),
         _head_activation(config),
         _norm(load, config, "head.norm"),
-        load.pack(weight, {"decoder": vocabulary}, bias=bias),
+        load.pack(weight, {"decoder": vocab_size}, bias=bias),
     )

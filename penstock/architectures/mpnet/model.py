@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 BUCKETS = 32
 MAX_DISTANCE = 128
-"""All distances of at least this number of tokens share the last bucket."""
+"""All distances of at least this number of tokens share the last bucket of their direction."""
 
 
 class MPNetModel(PostNormModel):
-    """The pipeline model of MPNet."""
+    """Reads the configuration of MPNet and builds its network."""
 
     weights_adapter = prefix_remover("mpnet.")
     ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")
@@ -62,10 +62,10 @@ def relative_buckets(distances: Tensor) -> Tensor:
     Each direction has half of the buckets. Small distances have a bucket each. Larger distances share buckets
     of logarithmic width.
     """
-    half = BUCKETS // 2
-    num_exact = half // 2
-    size = distances.abs()
-    ratio = size.clamp_min(1).float() / num_exact
-    logarithmic = num_exact + (ratio.log() / math.log(MAX_DISTANCE / num_exact) * (half - num_exact)).long()
-    buckets = torch.where(size < num_exact, size, logarithmic.clamp_max(half - 1))
-    return buckets + half * (distances > 0)
+    per_direction = BUCKETS // 2
+    num_exact = per_direction // 2
+    magnitude = distances.abs()
+    octaves = (magnitude.clamp_min(1).float() / num_exact).log() / math.log(MAX_DISTANCE / num_exact)
+    logarithmic = num_exact + (octaves * (per_direction - num_exact)).long()
+    buckets = torch.where(magnitude < num_exact, magnitude, logarithmic.clamp_max(per_direction - 1))
+    return buckets + per_direction * (distances > 0)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NemotronModel(TransformerModel):
-    """The pipeline model of Nemotron."""
+    """Reads the configuration of Nemotron and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -20,9 +20,9 @@ class NemotronModel(TransformerModel):
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             default_activation="relu2",
-            partial_rotary=0.5,
+            default_partial_rotary_factor=0.5,
             norm_eps=config.number("norm_eps", 1e-5),
             norm_offset=1.0,
             qkv_bias=attention_bias,

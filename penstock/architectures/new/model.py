@@ -18,11 +18,11 @@ _REQUIRED_VALUES = {
     "logn_attention_clip1": False,
     "pack_qkv": True,
 }
-"""The only supported value of each of these options of the custom code. All published checkpoints use it."""
+"""The only supported value of each option of the custom code. All published checkpoints use these values."""
 
 
 class NewModel(GteModel):
-    """The pipeline model of GTE checkpoints with ``model_type`` ``new``."""
+    """Reads the configuration of GTE checkpoints with ``model_type`` ``new`` and builds its network."""
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
@@ -38,7 +38,7 @@ class NewModel(GteModel):
 
     @classmethod
     def rotary(cls, config: HuggingFaceConfig, head_dim: int) -> RotaryConfig:
-        """Return the rotary embedding.
+        """Return the configuration of the rotary embedding.
 
         Rope type ``ntk`` with factor k multiplies the base by k and divides all frequencies by ``k ** (2 /
         head_dim)`` (https://kexue.fm/archives/9706). Other rope types are read as in other families.

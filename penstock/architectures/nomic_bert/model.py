@@ -34,7 +34,7 @@ _REQUIRED_OLDER_VALUES = {
 
 
 class NomicBertModel(PostNormModel):
-    """The pipeline model of Nomic BERT."""
+    """Reads the configuration of Nomic BERT and builds its network."""
 
     weights_adapter = prefix_remover("nomic_bert.")
     ignored_weights = ("pooler.*", "cls.*", "*rotary_emb.inv_freq")
@@ -63,7 +63,7 @@ class NomicBertModel(PostNormModel):
         if "n_embd" in config:
             config = newer_config(config)
         head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
-        rotary = RotaryConfig.from_huggingface(config, head_dim, default_base=1000.0)
+        rotary = RotaryConfig.from_huggingface(config, head_dim, default_rope_theta=1000.0)
         values = HuggingFaceConfig({"hidden_act": "silu"} | config.to_dict())
         return replace(
             super().sizes(values), rotary=rotary, attention_bias=False, up_bias=False, down_bias=False

@@ -25,7 +25,7 @@ from penstock.nn import (
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_EPS = 1e-5
+_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ def unweighted_norms(load: Loader) -> LoadNorm:
 
     def create_norm(name: str, size: int) -> LayerNorm:
         weight = torch.ones(size, dtype=load.dtype, device=load.device)
-        return LayerNorm(weight, torch.zeros_like(weight), _EPS)
+        return LayerNorm(weight, torch.zeros_like(weight), _NORM_EPS)
 
     return create_norm
 
 
 class OlmoModel(TransformerModel):
-    """The pipeline model of OLMo."""
+    """Reads the configuration of OLMo and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        _clip_limit(huggingface_config)
+        _clip_limit(huggingface_config)  # raises an error for an invalid ``clip_qkv``
         attention_bias = huggingface_config.flag("attention_bias")
         return Blueprint.from_huggingface(
             huggingface_config, qkv_bias=attention_bias, output_bias=attention_bias

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Olmo2Model(TransformerModel):
-    """The pipeline model of OLMo 2."""
+    """Reads the configuration of OLMo 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

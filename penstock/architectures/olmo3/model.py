@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Olmo3Model(TransformerModel):
-    """The pipeline model of OLMo 3."""
+    """Reads the configuration of OLMo 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -28,7 +28,7 @@ class Olmo3Model(TransformerModel):
         default = tuple(SLIDING if (layer + 1) % 4 else FULL for layer in range(num_layers(config)))
         types = layer_types(config, default)
         attention_bias = config.flag("attention_bias")
-        bases = {FULL: config.number("rope_theta", _BASE), SLIDING: _BASE}
+        bases = {FULL: config.number("rope_theta", _ROPE_THETA), SLIDING: _ROPE_THETA}
         rotaries = rotary_configs_by_type(config, _head_dim(config), bases)
         return Blueprint.from_huggingface(
             config,
@@ -49,4 +49,4 @@ def _head_dim(config: HuggingFaceConfig) -> int:
     return config.integer("head_dim", max(1, config.integer("hidden_size") // heads))
 
 
-_BASE = 500_000.0
+_ROPE_THETA = 500_000.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OlmoeModel(TransformerModel):
-    """The pipeline model of OLMoE."""
+    """Reads the configuration of OLMoE and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -44,14 +44,14 @@ class OlmoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, names, hidden = huggingface_config, blueprint.names, blueprint.hidden
-        experts = config.integer("num_local_experts", config.integer("num_experts", 64))
-        top_k = num_experts_per_token(config, experts, default=8)
+        num_experts = config.integer("num_local_experts", config.integer("num_experts", 64))
+        top_k = num_experts_per_token(config, num_experts, default=8)
         normalizes = config.flag("norm_topk_prob")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{names.router}", experts, hidden),
-                load_experts(load, f"{name}.{names.experts}", experts, hidden, blueprint.inner),
+                load_router(load, f"{name}.{names.router}", num_experts, hidden),
+                load_experts(load, f"{name}.{names.experts}", num_experts, hidden, blueprint.inner),
                 top_k,
                 "all_normed" if normalizes else "all",
                 blueprint.activation,

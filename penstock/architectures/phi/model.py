@@ -33,7 +33,7 @@ _NAMES = TensorNames(
 
 
 class PhiModel(TransformerModel):
-    """The pipeline model of Phi."""
+    """Reads the configuration of Phi and builds its network."""
 
     head_bias = True
 
@@ -44,7 +44,7 @@ class PhiModel(TransformerModel):
         return Blueprint.from_huggingface(
             config,
             default_activation="gelu_new",
-            partial_rotary=0.5,
+            default_partial_rotary_factor=0.5,
             names=_NAMES,
             norm_eps=config.number("layer_norm_eps", 1e-5),
             head_norms="each" if config.flag("qk_layernorm") else None,

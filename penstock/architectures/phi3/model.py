@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Phi3Model(TransformerModel):
-    """The pipeline model of Phi 3."""
+    """Reads the configuration of Phi 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -20,7 +20,7 @@ class Phi3Model(TransformerModel):
         return Blueprint.from_huggingface(
             config,
             rope_parameters=_rope_parameters(config),
-            partial_rotary=1.0,
+            default_partial_rotary_factor=1.0,
             names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
             norm_eps=config.number("rms_norm_eps", 1e-5),
             windows=uniform_windows(config),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PhimoeModel(TransformerModel):
-    """The pipeline model of Phi 3.5 MoE."""
+    """Reads the configuration of Phi 3.5 MoE and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -44,7 +44,7 @@ class PhimoeModel(TransformerModel):
         bias = config.flag("attention_bias")
         blueprint = Blueprint.from_huggingface(
             config,
-            default_base=1e6,
+            default_rope_theta=1e6,
             rope_parameters=_rope_parameters(config),
             norm_eps=config.number("rms_norm_eps", 1e-5),
             windows=uniform_windows(config),
@@ -74,17 +74,19 @@ class PhimoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", 16)
-        top_k = num_experts_per_token(config, experts, default=2)
+        num_experts = config.integer("num_local_experts", 16)
+        top_k = num_experts_per_token(config, num_experts, default=2)
         if top_k != 2:
             raise ConfigError("num_experts_per_tok", f"must be 2 in this family, was {top_k}")
         routing = SparseMixer(config.number("router_jitter_noise", 0.01))
-        parts = ("w1", "w3", "w2")
+        matrix_names = ("w1", "w3", "w2")
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
-                load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, blueprint.inner, parts),
+                load_router(load, f"{name}.{_NAMES.router}", num_experts, hidden),
+                load_experts(
+                    load, f"{name}.{_NAMES.experts}", num_experts, hidden, blueprint.inner, matrix_names
+                ),
                 top_k,
                 routing,
                 blueprint.activation,

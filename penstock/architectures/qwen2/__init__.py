@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: biases, and a window in its last layers."""
+    """Return a small ``config.json`` for tests: biases, and a window in the last layer."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2Model(TransformerModel):
-    """The pipeline model of Qwen 2."""
+    """Reads the configuration of Qwen 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -24,8 +24,8 @@ class Qwen2Model(TransformerModel):
 def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     """Return the window of each layer; None for full attention.
 
-    ``layer_types`` determines the layers with a window. Without it, but with ``use_sliding_window``, the
-    layers from index ``max_window_layers`` on have a window.
+    ``layer_types`` determines the layers with a window. If it is absent and ``use_sliding_window`` is true,
+    the layers from index ``max_window_layers`` on have a window.
 
     Raises:
         ConfigError: ``layer_types`` has sliding attention, but no window is configured.
@@ -33,13 +33,14 @@ def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     first_window_layer = config.integer("max_window_layers", 28, minimum=0)
     layers = num_layers(config)
     has_windows = (
-        config.flag("use_sliding_window") and config.optional_integer("sliding_window", _WINDOW) is not None
+        config.flag("use_sliding_window")
+        and config.optional_integer("sliding_window", _DEFAULT_WINDOW) is not None
     )
     default = tuple(
         SLIDING if has_windows and layer >= first_window_layer else FULL for layer in range(layers)
     )
     types = layer_types(config, default)
-    return layer_windows(config, types, _WINDOW, has_windows=has_windows)
+    return layer_windows(config, types, _DEFAULT_WINDOW, has_windows=has_windows)
 
 
-_WINDOW = 4096
+_DEFAULT_WINDOW = 4096

@@ -17,7 +17,7 @@ class QwenVisionFamily(VisionFamily):
     def image_token_id(self) -> int:
         return self.config.integer("image_token_id", 151655, minimum=0)
 
-    def processed(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
+    def to_processed_image(self, outputs: Arrays, size: tuple[int, int]) -> ProcessedImage:
         grid = np.asarray(outputs["image_grid_thw"][0], dtype=np.int64)
         if grid[0] != 1:
             raise InputError(f"an image has {grid[0]} frames: this model family reads images, not videos")

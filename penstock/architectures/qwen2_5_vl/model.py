@@ -32,14 +32,14 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
     weights_adapter = model_tensor_name
     text_family: ClassVar[type[TransformerModel]]
-    """The pipeline model of the decoder's family."""
+    """Reads the configuration of the decoder's family and builds its network."""
     sections: ClassVar[tuple[int, int, int]]
     """The default number of dim pairs for each position axis."""
 
     @classmethod
-    def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+    def axes(cls, sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
         """Return, for each pair of dims of a head, the position axis that rotates it."""
-        return sectioned_axes(sections, pairs)
+        return sectioned_axes(sections, num_pairs)
 
     @classmethod
     def text_model(cls, text_config: HuggingFaceConfig) -> type[TransformerModel]:
@@ -48,11 +48,11 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
     @classmethod
     def text_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
         config = huggingface_config
-        kind = config.text("model_type")
+        model_type = config.text("model_type")
         if "text_config" in config:
-            text_type = config.section("text_config").text("model_type", f"{kind}_text")
-            if text_type not in (kind, f"{kind}_text"):
-                raise ConfigError("text_config.model_type", f"must be {kind}_text, was {text_type!r}")
+            text_type = config.section("text_config").text("model_type", f"{model_type}_text")
+            if text_type not in (model_type, f"{model_type}_text"):
+                raise ConfigError("text_config.model_type", f"must be {model_type}_text, was {text_type!r}")
             values = super().text_config(config).to_dict()
         else:  # In older files, the keys of the decoder are at the top level.
             values = config.to_dict()
@@ -81,7 +81,7 @@ class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
 
 
 class Qwen25VisionModel(QwenVisionModel):
-    """The pipeline model of Qwen2.5-VL."""
+    """Reads the configuration of Qwen2.5-VL and builds its network."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

@@ -27,7 +27,7 @@ _NORM_EPS = 1e-6
 class WindowLayout:
     """The order of patches in the blocks: the patches of a window are adjacent."""
 
-    order: Tensor  # [T] int64: index of the patch in each row
+    order: Tensor  # [T] int64: the index of the patch in each row of the blocks' input
     inverse: Tensor  # [T / merge^2] int64: the merged row of each merged patch
     row_offsets: Tensor  # [W + 1] int32: window w has rows row_offsets[w]:row_offsets[w + 1]
 
@@ -59,9 +59,9 @@ class WindowLayout:
 class Qwen25Vision:
     """Patch embedding, blocks with and without windows, and the layer that merges patches."""
 
-    patches: Linear  # [C 2 p p] -> [E]
+    patch_embedding: Linear  # [C 2 p p] -> [E]
     blocks: tuple[VisionBlock, ...]
-    full_blocks: frozenset[int]
+    full_attention_blocks: frozenset[int]
     """The indices of blocks with full attention within an image. In all other blocks, a patch attends to the
     patches of its window."""
     norm: RMSNorm
@@ -76,7 +76,7 @@ class Qwen25Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration is inconsistent.
+            ConfigError: the sizes are invalid; see `GridSizes.from_huggingface`.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden)
         hidden, inner = sizes.hidden, config.integer("intermediate_size")
@@ -98,7 +98,7 @@ class Qwen25Vision:
             load.norm(f"{name}.merger.ln_q", hidden, _NORM_EPS),
             sizes.load_merger(load, f"{name}.merger.mlp.0", f"{name}.merger.mlp.2"),
             sizes,
-            max(1, config.integer("window_size", 112) // sizes.merge // sizes.patch),
+            max(1, config.integer("window_size", 112) // sizes.merge_size // sizes.patch_size),
             load.device,
             load.dtype,
         )
@@ -116,7 +116,7 @@ class Qwen25Vision:
             run: runs the forward, eagerly or as a captured graph.
         """
         device = patches.device
-        layout = WindowLayout.from_grids(grids, self.sizes.merge, self.window)
+        layout = WindowLayout.from_grids(grids, self.sizes.merge_size, self.window)
         step = image_step(run.ops, [height * width for height, width in grids], device)
         offsets = layout.row_offsets.to(device)
         blocks = run.ops.sequence_blocks(offsets)
@@ -125,9 +125,12 @@ class Qwen25Vision:
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             full_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
             window_step = replace(full_step, row_offsets=tensors["window_offsets"], blocks=blocks)
-            x, residual = self.patches(ops.take_rows(tensors["patches"], tensors["order"]), full_step), None
+            x, residual = (
+                self.patch_embedding(ops.take_rows(tensors["patches"], tensors["order"]), full_step),
+                None,
+            )
             for index, block in enumerate(self.blocks):
-                block_step = full_step if index in self.full_blocks else window_step
+                block_step = full_step if index in self.full_attention_blocks else window_step
                 x, residual = block(x, residual, block_step, rows)
                 beat()
             normalized, _ = self.norm.add(x, residual, full_step)

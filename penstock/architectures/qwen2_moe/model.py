@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoeModel(TransformerModel):
-    """The pipeline model of Qwen 2 with experts."""
+    """Reads the configuration of Qwen 2 with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -46,31 +46,59 @@ class Qwen2MoeModel(TransformerModel):
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        config, hidden = huggingface_config, blueprint.hidden
-        experts = config.integer("num_local_experts", config.integer("num_experts", 60))
-        inner = config.integer("moe_intermediate_size", 1408)
-        shared_inner = config.integer("shared_expert_intermediate_size", 5632)
-        top_k = num_experts_per_token(config, experts, default=4, has_shared=True)
-        normalizes = config.flag("norm_topk_prob")
-        dense_indices = dense_layers(config, blueprint.layers)
-        read_dense = gated_mlps(load, blueprint)
+        return gated_shared_experts(
+            load, blueprint, huggingface_config, num_experts=60, top_k=4, inner=1408, shared_inner=5632
+        )
 
-        def read(name: str, layer: int) -> FeedForward:
-            if layer in dense_indices:
-                return read_dense(name, layer)
-            return SharedExperts(
-                Experts(
-                    load_router(load, f"{name}.{_NAMES.router}", experts, hidden),
-                    load_experts(load, f"{name}.{_NAMES.experts}", experts, hidden, inner),
-                    top_k,
-                    "all_normed" if normalizes else "all",
-                    blueprint.activation,
-                ),
-                GatedMLP.load(load, f"{name}.shared_expert", hidden, shared_inner, blueprint.activation),
-                load_router(load, f"{name}.{_SHARED_GATE}", 1, hidden),
-            )
 
-        return read
+def gated_shared_experts(
+    load: Loader,
+    blueprint: Blueprint,
+    config: HuggingFaceConfig,
+    *,
+    num_experts: int,
+    top_k: int,
+    inner: int,
+    shared_inner: int,
+    normalizes: bool = False,
+) -> LoadFeedForward:
+    """Return a function that reads experts with a gated shared expert, or a dense layer.
+
+    Args:
+        load: reads and packs the tensors.
+        blueprint: sizes and tensor names.
+        config: the checkpoint's configuration.
+        num_experts: the family's number of experts, used if the key is absent.
+        top_k: the family's number of experts per token.
+        inner: the family's inner size of an expert.
+        shared_inner: the family's inner size of the shared expert.
+        normalizes: whether the family normalizes the weights of the selected experts.
+    """
+    hidden, names = blueprint.hidden, blueprint.names
+    num_experts = config.integer("num_local_experts", config.integer("num_experts", num_experts))
+    inner = config.integer("moe_intermediate_size", inner)
+    shared_inner = config.integer("shared_expert_intermediate_size", shared_inner)
+    top_k = num_experts_per_token(config, num_experts, default=top_k, has_shared=True)
+    normalizes = config.flag("norm_topk_prob", normalizes)
+    dense_indices = dense_layers(config, blueprint.layers)
+    read_dense = gated_mlps(load, blueprint)
+
+    def read(name: str, layer: int) -> FeedForward:
+        if layer in dense_indices:
+            return read_dense(name, layer)
+        return SharedExperts(
+            Experts(
+                load_router(load, f"{name}.{names.router}", num_experts, hidden),
+                load_experts(load, f"{name}.{names.experts}", num_experts, hidden, inner),
+                top_k,
+                "all_normed" if normalizes else "all",
+                blueprint.activation,
+            ),
+            GatedMLP.load(load, f"{name}.shared_expert", hidden, shared_inner, blueprint.activation),
+            load_router(load, f"{name}.{SHARED_GATE}", 1, hidden),
+        )
+
+    return read
 
 
 def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
@@ -86,5 +114,6 @@ def _windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     return layer_windows(config, layer_types(config, default), 4096, has_windows=has_windows)
 
 
-_SHARED_GATE = "shared_expert_gate"
-_NAMES = TensorNames(other_tables=(f".{_SHARED_GATE}.weight",))
+SHARED_GATE = "shared_expert_gate"
+"""The name of the gate of the shared expert."""
+_NAMES = TensorNames(unquantized=(f".{SHARED_GATE}.weight",))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2VisionModel(QwenVisionModel):
-    """The pipeline model of Qwen2-VL."""
+    """Reads the configuration of Qwen2-VL and builds its network."""
 
     text_family = Qwen2Model
     sections = (16, 24, 24)

@@ -34,7 +34,7 @@ _NORM_EPS = 1e-6
 class Qwen2Vision:
     """Patch embedding, blocks, and the layer that merges patches."""
 
-    patches: Linear  # [C 2 p p] -> [E]
+    patch_embedding: Linear  # [C 2 p p] -> [E]
     blocks: tuple[VisionBlock, ...]
     norm: LayerNorm
     merger: MLP  # [merge^2 E] -> [E of the text model]
@@ -47,9 +47,9 @@ class Qwen2Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration is inconsistent.
+            ConfigError: the sizes are invalid; see `GridSizes.from_huggingface`.
         """
-        sizes = GridSizes.from_huggingface(config, text_hidden, hidden="embed_dim", out="hidden_size")
+        sizes = GridSizes.from_huggingface(config, text_hidden, hidden_key="embed_dim", out_key="hidden_size")
         hidden, inner = sizes.hidden, sizes.hidden * config.integer("mlp_ratio")
         activation = config.get("hidden_act") or "quick_gelu"
 
@@ -73,11 +73,11 @@ class Qwen2Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        """Return the embeddings ``[embedding_rows, E of the text model]`` of each image."""
         return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
-        """Return the merged rows ``[T / merge^2, E]`` of images.
+        """Return the merged rows ``[T / merge^2, E of the text model]`` of images.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
@@ -90,7 +90,7 @@ class Qwen2Vision:
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
-            x, residual = self.patches(tensors["patches"], forward_step), None
+            x, residual = self.patch_embedding(tensors["patches"], forward_step), None
             for block in self.blocks:
                 x, residual = block(x, residual, forward_step, rows)
                 beat()

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Qwen3Model(TransformerModel):
-    """The pipeline model of Qwen 3."""
+    """Reads the configuration of Qwen 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         attention_bias = huggingface_config.flag("attention_bias")
         return Blueprint.from_huggingface(
             huggingface_config,
-            head_dim=128,
+            default_head_dim=128,
             head_norms="each",
             qkv_bias=attention_bias,
             output_bias=attention_bias,

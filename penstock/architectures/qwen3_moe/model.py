@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3MoeModel(TransformerModel):
-    """The pipeline model of Qwen 3 with experts."""
+    """Reads the configuration of Qwen 3 with experts and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -34,14 +34,16 @@ class Qwen3MoeModel(TransformerModel):
         bias = config.flag("attention_bias")
         # This family does not read max_window_layers: the window applies to all layers or to none.
         uses_sliding_window = config.flag("use_sliding_window")
-        has_window = uses_sliding_window and config.optional_integer("sliding_window", _WINDOW) is not None
+        has_window = (
+            uses_sliding_window and config.optional_integer("sliding_window", _DEFAULT_WINDOW) is not None
+        )
         types = (SLIDING if has_window else FULL,) * num_layers(config)
         return Blueprint.from_huggingface(
             config,
             head_norms="each",
             qkv_bias=bias,
             output_bias=bias,
-            windows=layer_windows(config, types, _WINDOW),
+            windows=layer_windows(config, types, _DEFAULT_WINDOW),
         )
 
     @classmethod
@@ -49,9 +51,9 @@ class Qwen3MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config = huggingface_config
-        experts = config.integer("num_local_experts", config.integer("num_experts", 128))
+        num_experts = config.integer("num_local_experts", config.integer("num_experts", 128))
         inner = config.integer("moe_intermediate_size", 768)
-        top_k = num_experts_per_token(config, experts, default=8)
+        top_k = num_experts_per_token(config, num_experts, default=8)
         normalizes = config.flag("norm_topk_prob")
         dense_indices = dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
@@ -61,8 +63,8 @@ class Qwen3MoeModel(TransformerModel):
                 return read_dense(name, layer)
             names = blueprint.names
             return Experts(
-                load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
-                load_experts(load, f"{name}.{names.experts}", experts, blueprint.hidden, inner),
+                load_router(load, f"{name}.{names.router}", num_experts, blueprint.hidden),
+                load_experts(load, f"{name}.{names.experts}", num_experts, blueprint.hidden, inner),
                 top_k,
                 "all_normed" if normalizes else "all",
                 blueprint.activation,
@@ -73,9 +75,9 @@ class Qwen3MoeModel(TransformerModel):
 
 def dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
     """Return the indices of layers without experts, from ``mlp_only_layers`` and ``decoder_sparse_step``."""
-    listed = config.integers("mlp_only_layers") or ()
-    step = config.integer("decoder_sparse_step", 1)
-    return {layer for layer in range(layers) if layer in listed or (layer + 1) % step}
+    listed_layers = config.integers("mlp_only_layers") or ()
+    interval = config.integer("decoder_sparse_step", 1)
+    return {layer for layer in range(layers) if layer in listed_layers or (layer + 1) % interval}
 
 
-_WINDOW = 4096
+_DEFAULT_WINDOW = 4096

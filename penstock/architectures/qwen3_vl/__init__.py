@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: 7 x 7 learned positions, deepstack rows for two layers."""
+    """Return a small ``config.json`` for tests: 7 x 7 learned positions, deepstack outputs of two blocks."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",

@@ -54,7 +54,7 @@ class DeepstackNetwork(VisionLanguageNetwork):
 
 
 class Qwen3VisionModel(QwenVisionModel):
-    """The pipeline model of Qwen3-VL."""
+    """Reads the configuration of Qwen3-VL and builds its network."""
 
     network: DeepstackNetwork
     text_family = Qwen3Model
@@ -71,8 +71,8 @@ class Qwen3VisionModel(QwenVisionModel):
     }
 
     @classmethod
-    def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
-        return interleaved_axes(sections, pairs)
+    def axes(cls, sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
+        return interleaved_axes(sections, num_pairs)
 
     @classmethod
     def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> Qwen3Vision:

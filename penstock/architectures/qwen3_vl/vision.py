@@ -64,8 +64,8 @@ class PatchMerger:
 class Qwen3Vision:
     """Patch embedding, positions, blocks, and the layers that merge patches."""
 
-    patches: Linear  # [C 2 p p] -> [E]
-    positions: Tensor  # [side, side, E]
+    patch_embedding: Linear  # [C 2 p p] -> [E]
+    position_table: Tensor  # [side, side, E]
     blocks: tuple[VisionBlock, ...]
     merger: PatchMerger
     deepstack: tuple[tuple[int, PatchMerger], ...]
@@ -81,15 +81,17 @@ class Qwen3Vision:
         """Read the encoder called ``name``.
 
         Raises:
-            ConfigError: the configuration is inconsistent.
+            ConfigError: the sizes, the number of position embeddings or the deepstack blocks are invalid.
         """
         sizes = GridSizes.from_huggingface(config, text_hidden)
         hidden, depth, inner = sizes.hidden, sizes.depth, config.integer("intermediate_size")
-        count = config.integer("num_position_embeddings", 2304)
-        side = round(count**0.5)
+        num_positions = config.integer("num_position_embeddings", 2304)
+        side = round(num_positions**0.5)
         deepstack_indices = config.integers("deepstack_visual_indexes") or ()
-        if side * side != count:
-            raise ConfigError("vision_config.num_position_embeddings", f"must be a square, was {count}")
+        if side * side != num_positions:
+            raise ConfigError(
+                "vision_config.num_position_embeddings", f"must be a square, was {num_positions}"
+            )
         if any(not 0 <= index < depth for index in deepstack_indices) or len(set(deepstack_indices)) < len(
             deepstack_indices
         ):
@@ -114,7 +116,7 @@ class Qwen3Vision:
 
         return cls(
             sizes.load_patches(load, f"{name}.patch_embed.proj", bias=True),
-            load.tensor(f"{name}.pos_embed.weight", count, hidden).view(side, side, hidden),
+            load.tensor(f"{name}.pos_embed.weight", num_positions, hidden).view(side, side, hidden),
             tuple(block(index) for index in range(depth)),
             merger("merger", merges_first=False),
             tuple(
@@ -131,7 +133,9 @@ class Qwen3Vision:
         return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
-        """Return rows ``[T / merge^2, (1 + N) E]`` of images: the embeddings, then N deepstack rows.
+        """Return rows ``[T / merge^2, (1 + N) E]`` of images.
+
+        The first E columns are the embeddings. The other columns are the outputs of the N deepstack mergers.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
@@ -145,7 +149,7 @@ class Qwen3Vision:
 
         def forward(ops: Ops, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
             forward_step, rows = with_step_tensors(step, ops, tensors), ((tensors["cos"], tensors["sin"]),)
-            embeddings = self.patches(tensors["patches"], forward_step)
+            embeddings = self.patch_embedding(tensors["patches"], forward_step)
             x, residual = ops.add(embeddings, tensors["learned_positions"]), None
             deepstack_rows = []
             for index, block in enumerate(self.blocks):
@@ -169,7 +173,7 @@ class Qwen3Vision:
     def interpolate(self, grid: Grid) -> Tensor:
         """Return the learned positions ``[h w, E]`` of a grid, bilinearly interpolated."""
         height, width = grid
-        table = self.positions.float()
+        table = self.position_table.float()
         (top, down), (left, right) = _corners(height, len(table)), _corners(width, len(table))
         corners = [
             (top[0][:, None], left[0], top[1][:, None] * left[1]),
@@ -183,7 +187,7 @@ class Qwen3Vision:
             for rows, columns, weight in corners
         )
         assert isinstance(interpolated, Tensor)
-        return order_by_square(interpolated, self.sizes.merge).to(self.positions.dtype)
+        return order_by_square(interpolated, self.sizes.merge_size).to(self.position_table.dtype)
 
 
 def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

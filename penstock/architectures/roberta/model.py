@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RobertaModel(PostNormModel):
-    """The pipeline model of RoBERTa."""
+    """Reads the configuration of RoBERTa and builds its network."""
 
     weights_adapter = prefix_remover("roberta.")
     names = EncoderNames()

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class SeedOssModel(TransformerModel):
-    """The pipeline model of Seed-OSS."""
+    """Reads the configuration of Seed-OSS and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         return Blueprint.from_huggingface(
             config,
-            head_dim=None if "head_dim" in config else 128,
+            default_head_dim=None if "head_dim" in config else 128,
             qkv_bias=config.flag("attention_bias", True),
             output_bias=config.flag("attention_out_bias"),
             mlp_bias=config.flag("mlp_bias"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SmolLM3Model(TransformerModel):
-    """The pipeline model of SmolLM 3."""
+    """Reads the configuration of SmolLM 3 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -27,8 +27,8 @@ class SmolLM3Model(TransformerModel):
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(
             config,
-            default_base=2_000_000.0,
-            tied_head=True,
+            default_rope_theta=2_000_000.0,
+            default_tied_head=True,
             rotary_indices=tuple(0 if rope else None for rope in has_rope),
             windows=layer_windows(config, types, 1, has_windows=has_window),
             qkv_bias=attention_bias,

@@ -6,4 +6,4 @@ from penstock.architectures.idefics3.model import Idefics3Model
 
 
 class SmolVLMModel(Idefics3Model):
-    """The pipeline model of SmolVLM."""
+    """Reads the configuration of SmolVLM and builds its network."""

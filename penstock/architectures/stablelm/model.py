@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StableLmModel(TransformerModel):
-    """The pipeline model of StableLM."""
+    """Reads the configuration of StableLM and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -34,7 +34,7 @@ class StableLmModel(TransformerModel):
         check_head_dim(config)
         return Blueprint.from_huggingface(
             config,
-            partial_rotary=0.25,
+            default_partial_rotary_factor=0.25,
             names=TensorNames(query_norm="q_layernorm", key_norm="k_layernorm"),
             norm_eps=config.number("layer_norm_eps", 1e-5),
             head_norms="together" if config.flag("qk_layernorm") else None,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Starcoder2Model(TransformerModel):
-    """The pipeline model of StarCoder 2."""
+    """Reads the configuration of StarCoder 2 and builds its network."""
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -29,7 +29,7 @@ class Starcoder2Model(TransformerModel):
         bias = config.flag("use_bias", True)
         return Blueprint.from_huggingface(
             config,
-            tied_head=True,
+            default_tied_head=True,
             default_activation="gelu_pytorch_tanh",
             names=TensorNames(gate_up=("c_fc",), down="c_proj"),
             norm_eps=config.number("norm_epsilon", 1e-5),

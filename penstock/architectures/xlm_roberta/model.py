@@ -1,7 +1,7 @@
 """XLM-RoBERTa (Conneau et al. 2020, arXiv:1911.02116): RoBERTa with a multilingual vocabulary.
 
 The published checkpoints of Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173) have the same model
-type. They have a rotary embedding, other tensor names, and several task adapters (LoRA).
+type, but a rotary embedding, other tensor names, and several task adapters (LoRA).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from penstock.nn import EncoderNames, Loader, PostNormSizes, RotaryConfig, Tenso
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_ADAPTERS = "*.parametrizations.weight.0.lora_?"
+_ADAPTER_PATTERN = "*.parametrizations.weight.0.lora_?"
 """Pattern of the names of task adapter tensors."""
 
 
 class XLMRobertaModel(RobertaModel):
-    """The pipeline model of XLM-RoBERTa."""
+    """Reads the configuration of XLM-RoBERTa and builds its network."""
 
     position_types = ("absolute", "rotary")
-    ignored_weights = (*RobertaModel.ignored_weights, _ADAPTERS)
+    ignored_weights = (*RobertaModel.ignored_weights, _ADAPTER_PATTERN)
 
     @classmethod
     def encoder_names(cls, config: HuggingFaceConfig) -> EncoderNames:
@@ -35,7 +35,7 @@ class XLMRobertaModel(RobertaModel):
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
         names = super().tensor_names(huggingface_config)
-        return replace(names, other_tables=(*names.other_tables, _ADAPTERS))
+        return replace(names, other_tables=(*names.other_tables, _ADAPTER_PATTERN))
 
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:

@@ -24,11 +24,11 @@ from penstock.worker.messages import StepResults, TextResult
 from penstock.worker.router import WorkerRouter
 from penstock.worker.routing import LeastLoaded, RoutingPolicy, WorkerLoads
 
-_WARM_UP = 0.25
-"""Fraction of the trace's duration before the measurement, in which the caches are filled."""
+_WARM_UP_FRACTION = 0.25
+"""Fraction of the trace's duration before the measurement begins. The warm-up fills the prefix caches."""
 
 
-class RandomWorker:
+class RandomRouting:
     """Chooses workers at random.
 
     Args:
@@ -41,7 +41,7 @@ class RandomWorker:
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
-        """Return the number of a random ready worker."""
+        """Return the index of a random ready worker. Bit n of ``workers`` is set if worker n is ready."""
         ready_workers = [number for number in range(len(loads.costs)) if workers >> number & 1]
         return self._generator.choice(ready_workers)
 
@@ -49,7 +49,7 @@ class RandomWorker:
 POLICIES: Mapping[str, Callable[[], RoutingPolicy | None]] = {
     "prefix-aware": lambda: None,
     "least-loaded": LeastLoaded,
-    "random": RandomWorker,
+    "random": RandomRouting,
 }
 """Name -> function that returns the routing policy; None for the router's default, `PrefixAware`."""
 
@@ -68,7 +68,7 @@ class TurnOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """The results of a simulation, from the end of the warm-up to the begin of the last conversation."""
+    """The results of a simulation, from the end of the warm-up to the beginning of the last conversation."""
 
     num_workers: int
     policy: str
@@ -76,7 +76,7 @@ class ClusterReport:
     requests_per_second: float
     tokens_per_second: float
     """Number of generated tokens per second."""
-    first_token_time: tuple[float, float]
+    first_token_latency: tuple[float, float]
     """Median and 99th percentile of the seconds from arrival to the first token."""
     latency: tuple[float, float]
     """Median and 99th percentile of the seconds from arrival to the end."""
@@ -136,7 +136,7 @@ class Cluster:
             self._clock.call_at(conversation.begin, partial(self._send_turn, conversation, 0, no_tokens))
         end = trace[-1].begin
         busy_seconds: list[tuple[float, float]] = []
-        for time in (_WARM_UP * end, end):
+        for time in (_WARM_UP_FRACTION * end, end):
             self._clock.call_at(time, lambda: busy_seconds.append(self._busy_seconds()))
         self._clock.run()
         return self._report(end, *np.subtract(busy_seconds[1], busy_seconds[0]).tolist())
@@ -170,7 +170,7 @@ class Cluster:
         self._router.submit(context)
 
     def _receive(self, report: StepResults, deliver: Callable[[StepResults], None]) -> None:
-        """Process the report of a step in the thread of the router."""
+        """Deliver the report of a step and record its results in the thread of the router."""
 
         def process() -> None:
             deliver(report)
@@ -201,24 +201,24 @@ class Cluster:
             )
 
     def _report(self, last_begin: float, workers_busy: float, router_busy: float) -> ClusterReport:
-        begin = _WARM_UP * last_begin
+        begin = _WARM_UP_FRACTION * last_begin
         arrived_turns = [outcome for outcome in self.outcomes if begin <= outcome.arrival_time <= last_begin]
         ended_turns = [outcome for outcome in self.outcomes if begin <= outcome.end_time <= last_begin]
-        span, num_workers = last_begin - begin, len(self._workers)
+        measured_seconds, num_workers = last_begin - begin, len(self._workers)
         num_prompt_tokens = sum(outcome.num_prompt_tokens for outcome in arrived_turns)
         return ClusterReport(
             num_workers=num_workers,
             policy=self._policy,
             num_requests=len(arrived_turns),
-            requests_per_second=len(ended_turns) / span,
-            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended_turns) / span,
-            first_token_time=_percentiles(
+            requests_per_second=len(ended_turns) / measured_seconds,
+            tokens_per_second=sum(outcome.num_new_tokens for outcome in ended_turns) / measured_seconds,
+            first_token_latency=_percentiles(
                 [outcome.first_token_time - outcome.arrival_time for outcome in arrived_turns]
             ),
             latency=_percentiles([outcome.end_time - outcome.arrival_time for outcome in arrived_turns]),
             hit_rate=sum(outcome.num_cached_tokens for outcome in arrived_turns) / num_prompt_tokens,
-            worker_utilization=workers_busy / span / num_workers,
-            router_utilization=router_busy / span,
+            worker_utilization=workers_busy / measured_seconds / num_workers,
+            router_utilization=router_busy / measured_seconds,
             router_wait=float(np.percentile(self._router_thread.wait_seconds, 99)),
         )
 
@@ -232,7 +232,7 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     limits, step = costs.limits, costs.step
     trace = make_trace(shape)
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
-    mean_prompt, mean_answer = _mean_prompt(trace), sum(answers) / len(answers)
+    mean_prompt_length, mean_answer_length = _mean_prompt_length(trace), sum(answers) / len(answers)
     step_tokens = min(limits.max_batch_input_tokens, 512)
     prefill_token_seconds = (
         step.step_seconds(StepShape(step_tokens, 1, step_tokens * step_tokens // 2, step_tokens))
@@ -240,16 +240,19 @@ def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
     )
     batch_size = max(
         1,
-        min(limits.max_batch_size, int(limits.num_blocks * limits.block_size / (mean_prompt + mean_answer))),
+        min(
+            limits.max_batch_size,
+            int(limits.num_blocks * limits.block_size / (mean_prompt_length + mean_answer_length)),
+        ),
     )
-    num_keys = int(batch_size * (mean_prompt + mean_answer / 2))
+    num_keys = int(batch_size * (mean_prompt_length + mean_answer_length / 2))
     decode_token_seconds = (
         step.step_seconds(StepShape(batch_size, batch_size, num_keys, num_keys)) / batch_size
     )
-    return 1 / (mean_prompt * prefill_token_seconds + mean_answer * decode_token_seconds)
+    return 1 / (mean_prompt_length * prefill_token_seconds + mean_answer_length * decode_token_seconds)
 
 
-def _mean_prompt(trace: Sequence[SimulatedConversation]) -> float:
+def _mean_prompt_length(trace: Sequence[SimulatedConversation]) -> float:
     """Return the mean number of prompt tokens of a request."""
     lengths = []
     for conversation in trace:

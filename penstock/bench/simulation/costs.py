@@ -58,7 +58,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(self.num_tokens) < 2 or len(self.num_tokens) != len(self.seconds):
             raise InputError(
                 f"the table of step costs has {len(self.num_tokens)} sizes and {len(self.seconds)} times: it "
-                "needs at least two of each"
+                "needs the same number of sizes and times, at least two"
             )
         if self.num_tokens != sorted(set(self.num_tokens)):
             raise InputError(f"the sizes of the table must ascend, were {self.num_tokens}")
@@ -86,7 +86,8 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def fitted(cls, steps: Sequence[tuple[StepShape, float]]) -> StepCostTable:
         """Return a formula with a small squared relative error over measured steps.
 
-        The coefficients are at least 0 (`non_negative_least_squares`), and the table does not descend.
+        The coefficients are at least 0 (`non_negative_least_squares`), and the seconds of the table do not
+        decrease as the number of tokens increases.
 
         Args:
             steps: shape and seconds of each step. Each number of tokens becomes an entry of the table.
@@ -94,16 +95,16 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             InputError: all steps have the same number of tokens, or there are no steps.
         """
-        sizes = sorted({shape.num_tokens for shape, _ in steps})
-        rows = np.zeros((len(steps), len(sizes) + 3))  # [N, table entries + 3]
+        token_counts = sorted({shape.num_tokens for shape, _ in steps})
+        rows = np.zeros((len(steps), len(token_counts) + 3))  # [N, table entries + 3]
         for row, (shape, seconds) in zip(rows, steps, strict=True):
-            row[sizes.index(shape.num_tokens)] = 1 / seconds
+            row[token_counts.index(shape.num_tokens)] = 1 / seconds
             row[-3] = shape.num_sequences / seconds
             row[-2] = shape.num_pairs / seconds
             row[-1] = shape.num_keys / seconds
         coefficients = non_negative_least_squares(rows, np.ones(len(steps)))
-        table = np.maximum.accumulate(coefficients[:-3])  # keeps varying measurements from descending
-        return cls(sizes, table.tolist(), *map(float, coefficients[-3:]))
+        table = np.maximum.accumulate(coefficients[:-3])  # measurement noise could make the table decrease
+        return cls(token_counts, table.tolist(), *map(float, coefficients[-3:]))
 
 
 class RouterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,7 +141,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The measured times and limits of workers and router. They are stored as JSON."""
+    """The measured times and limits of workers and router, which `write` stores as JSON."""
 
     measured: Mapping[str, str]
     """Description of the measurement: model, machine, date."""
@@ -171,12 +172,10 @@ def non_negative_least_squares(
     matrix: np.ndarray[tuple[int, int], np.dtype[np.floating]],  # [N, M]
     target: np.ndarray[tuple[int], np.dtype[np.floating]],  # [N]
 ) -> np.ndarray[tuple[int], np.dtype[np.floating]]:
-    """Return coefficients ``[M]`` of at least 0 with a small squared error.
+    """Return coefficients ``[M]``, at least 0, with a small norm of ``matrix @ coefficients - target``.
 
-    The error is ``matrix @ coefficients - target``.
-
-    The function solves the problem without the constraint. While a coefficient is negative, it fixes the most
-    negative one at 0 and solves again.
+    The function solves the problem without the constraint. While the solution has negative coefficients, the
+    function fixes the most negative coefficient at 0 and solves again.
     """
     free_columns = list(range(matrix.shape[1]))
     result = np.zeros(matrix.shape[1])

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 _BURSTINESS = 2.0
-"""Coefficient of variation of the gaps between conversations. It is 1 for a Poisson process."""
+"""Coefficient of variation of the gaps between conversations; a Poisson process would have 1."""
 _PREFIX_SPREAD, _MESSAGE_SPREAD, _ANSWER_SPREAD = 0.4, 1.0, 0.7
 """Standard deviations of the logarithms of lengths."""
 
@@ -53,6 +53,7 @@ class TraceShape:
     turns: float = 3.0
     """Mean number of turns of a conversation that is not ended by the maximum length."""
     think_seconds: float = 10.0
+    """Mean seconds from the end of an answer to the next turn of the conversation."""
     vocab_size: int = 32_000
     seed: int = 0
 
@@ -110,9 +111,9 @@ def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
 
 def _draw_conversations(shape: TraceShape, generator: np.random.Generator) -> Iterator[list[Turn]]:
     """Yield the turns of an unlimited number of conversations, at least one turn each."""
-    limit = shape.max_length // 2  # the first turn must fit
+    half_max_length = shape.max_length // 2  # bounds lengths, so that the first turn fits into max_length
     lengths = [
-        _draw_length(generator, shape.prefix_length, _PREFIX_SPREAD, limit // 2)
+        _draw_length(generator, shape.prefix_length, _PREFIX_SPREAD, half_max_length // 2)
         for _ in range(shape.num_prefixes)
     ]
     prefixes = [generator.integers(0, shape.vocab_size, length) for length in lengths]
@@ -121,17 +122,17 @@ def _draw_conversations(shape: TraceShape, generator: np.random.Generator) -> It
     while True:
         prefix = prefixes[generator.choice(shape.num_prefixes, p=weights)]
         turns: list[Turn] = []
-        total = 0
+        conversation_length = 0
         for turn_index in range(generator.geometric(1 / shape.turns)):
-            length = _draw_length(generator, shape.message_length, _MESSAGE_SPREAD, limit // 2)
+            length = _draw_length(generator, shape.message_length, _MESSAGE_SPREAD, half_max_length // 2)
             message = generator.integers(0, shape.vocab_size, length)
             if not turn_index:
                 message = np.concatenate([prefix, message])
-            num_new = _draw_length(generator, shape.answer_length, _ANSWER_SPREAD, limit)
-            total += len(message) + num_new
-            if total > shape.max_length:
+            num_new_tokens = _draw_length(generator, shape.answer_length, _ANSWER_SPREAD, half_max_length)
+            conversation_length += len(message) + num_new_tokens
+            if conversation_length > shape.max_length:
                 break
-            turns.append(Turn(message, num_new, float(generator.exponential(shape.think_seconds))))
+            turns.append(Turn(message, num_new_tokens, float(generator.exponential(shape.think_seconds))))
         yield turns
 
 

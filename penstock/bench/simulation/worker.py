@@ -1,6 +1,5 @@
-"""`SimulatedWorker`: the scheduler and the KV cache of the engine, with a pipeline that runs no model.
-
-The pipeline only adds up the times of its steps.
+"""`SimulatedWorker`: the engine's scheduler and KV cache, with a pipeline that only adds up the times of its
+steps and runs no model.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ _LATENCY_BUDGET = 0.02
 _MAX_STEPS = 8
 """Maximum number of steps in one call of the pipeline, as in `penstock.pipelines.runner`."""
 _READY_POLL_SECONDS = 0.004
-"""Virtual seconds between calls of `Scheduler.step` while no context is ready. A worker process waits equally
-long.
-"""
+"""Virtual seconds between calls of `Scheduler.step` while no context is ready, as in a worker process."""
 _VOCAB_SIZE = 32_000
 
 
@@ -83,7 +80,7 @@ def _next_token(context: TextContext) -> int:
 
 
 class SimulatedWorker:
-    """A worker in virtual time. It has all members of `EngineClient` that `WorkerRouter` uses.
+    """A worker in virtual time, with all members of `EngineClient` that `WorkerRouter` uses.
 
     Args:
         clock: the virtual time.

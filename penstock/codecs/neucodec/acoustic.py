@@ -13,7 +13,7 @@ from penstock.codecs.layers import SNAKE_EPS, CodecLoader, Conv1d, RaggedRows, S
 from penstock.kernels import Ops
 
 _DILATIONS = (1, 3, 9)
-_KERNEL = 7
+_KERNEL_SIZE = 7
 _NUM_TAPS = 12
 """Number of taps of the low-pass filter."""
 _HALF_TAPS = _NUM_TAPS // 2
@@ -34,13 +34,14 @@ class AliasFreeSnake:
 
     def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
         """``x [T, C] -> [T, C]``, one sequence."""
-        rows, count = x.rows, len(x.rows)
+        rows, num_rows = x.rows, len(x.rows)
         padded = _pad_with_edges(rows, _HALF_TAPS - 1, _HALF_TAPS - 1)
         phases = [
-            conv(_one_sequence(padded[start : start + count + _HALF_TAPS - 1]), ops).rows
+            conv(_one_sequence(padded[start : start + num_rows + _HALF_TAPS - 1]), ops).rows
             for conv, start in ((self.even_upsampling, 2), (self.odd_upsampling, 3))
         ]
-        upsampled = ops.snake(torch.stack(phases, 1).view(2 * count, -1), self.snake.alpha, self.snake.beta)
+        interleaved = torch.stack(phases, 1).view(2 * num_rows, -1)
+        upsampled = ops.snake(interleaved, self.snake.alpha, self.snake.beta)
         return self.downsampling(_one_sequence(_pad_with_edges(upsampled, _HALF_TAPS - 1, _HALF_TAPS)), ops)
 
 
@@ -91,23 +92,23 @@ class AcousticEncoder:
 
 
 def read_acoustic_encoder(
-    loader: CodecLoader, channels: int, ratios: tuple[int, ...], hidden_size: int
+    loader: CodecLoader, channels: int, strides: tuple[int, ...], hidden_size: int
 ) -> AcousticEncoder:
     """Return the encoder, read from the tensors ``acoustic_encoder.*``.
 
     Args:
         loader: reads and packs layers.
         channels: number of channels of the first convolution. Each block doubles the number.
-        ratios: the stride of each block.
+        strides: the stride of each block.
         hidden_size: E, the width of the rows.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
     """
     name = "acoustic_encoder"
-    first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL, padding=_KERNEL // 2)
+    first_conv = loader.conv1d(f"{name}.conv1", 1, channels, _KERNEL_SIZE, padding=_KERNEL_SIZE // 2)
     blocks = []
-    for index, stride in enumerate(ratios):
+    for index, stride in enumerate(strides):
         block = f"{name}.block.{index}"
         units = tuple(
             _read_unit(loader, f"{block}.res_unit{number}", channels, dilation)
@@ -129,7 +130,12 @@ def read_acoustic_encoder(
 
 def _read_unit(loader: CodecLoader, name: str, channels: int, dilation: int) -> AliasFreeUnit:
     dilated_conv = loader.conv1d(
-        f"{name}.conv1", channels, channels, _KERNEL, padding=_KERNEL // 2 * dilation, dilation=dilation
+        f"{name}.conv1",
+        channels,
+        channels,
+        _KERNEL_SIZE,
+        padding=_KERNEL_SIZE // 2 * dilation,
+        dilation=dilation,
     )
     return AliasFreeUnit(
         _read_snake(loader, f"{name}.snake1", channels),
@@ -153,7 +159,7 @@ def _read_snake(loader: CodecLoader, name: str, channels: int) -> AliasFreeSnake
 
 
 def low_pass_filter() -> Tensor:
-    """Return the taps ``[12]`` of a low-pass filter at half the bandwidth.
+    """Return the taps ``[12]`` of a low-pass filter that passes the lower half of the bandwidth.
 
     The taps are a sinc times a Kaiser window, divided by their sum.
     """

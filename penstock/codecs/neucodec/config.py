@@ -15,17 +15,20 @@ from penstock.errors import CheckpointError, UnsupportedFeatureError
 class SemanticConfig:
     """The sizes of the semantic encoder, a W2v-BERT model."""
 
-    features: int
+    num_features: int
+    """Number of mel features of a row."""
     hidden_size: int
     intermediate_size: int
     layers: int
     heads: int
     kernel_size: int
-    left_positions: int
-    """Number of distances of keys before the query that have separate embeddings. Larger distances share one.
+    max_left_distance: int
+    """Largest distance of a key before its query that has its own embedding. Larger distances use the same
+    embedding.
     """
-    right_positions: int
-    """Number of distances of keys after the query that have separate embeddings. Larger distances share one.
+    max_right_distance: int
+    """Largest distance of a key after its query that has its own embedding. Larger distances use the same
+    embedding.
     """
     norm_eps: float
 
@@ -53,14 +56,14 @@ class SemanticConfig:
                     f"only {supported_value} is implemented",
                 )
         return cls(
-            features=values.integer("feature_projection_input_dim", 160),
+            num_features=values.integer("feature_projection_input_dim", 160),
             hidden_size=values.integer("hidden_size", 1024),
             intermediate_size=values.integer("intermediate_size", 4096),
             layers=values.integer("num_hidden_layers", 16),
             heads=values.integer("num_attention_heads", 16),
             kernel_size=values.integer("conv_depthwise_kernel_size", 31),
-            left_positions=values.integer("left_max_position_embeddings", 64),
-            right_positions=values.integer("right_max_position_embeddings", 8),
+            max_left_distance=values.integer("left_max_position_embeddings", 64),
+            max_right_distance=values.integer("right_max_position_embeddings", 8),
             norm_eps=values.number("layer_norm_eps", 1e-5),
         )
 
@@ -84,7 +87,7 @@ class NeuCodecConfig:
     rms_norm_eps: float
     encoder_hidden_size: int
     """Number of channels of the first convolution of the acoustic encoder."""
-    ratios: tuple[int, ...]
+    encoder_strides: tuple[int, ...]
     """The strides of the blocks of the acoustic encoder."""
     semantic_values: HuggingFaceConfig
     """The section ``semantic_model_config``."""
@@ -92,7 +95,7 @@ class NeuCodecConfig:
     @property
     def encoder_hop(self) -> int:
         """Number of input samples of the encoder per frame."""
-        return prod(self.ratios)
+        return prod(self.encoder_strides)
 
     def semantic(self) -> SemanticConfig:
         """Return the sizes of the semantic encoder; see `SemanticConfig.read`."""
@@ -121,8 +124,8 @@ class NeuCodecConfig:
                     f"only {supported_value} is implemented: use another checkpoint",
                 )
         rates = values.integer("output_sampling_rate"), values.integer("input_sampling_rate")
-        ratios = values.integers("downsampling_ratios") or (0,)
-        samples = rates[0] * prod(ratios)
+        encoder_strides = values.integers("downsampling_ratios") or (0,)
+        samples = rates[0] * prod(encoder_strides)
         if not samples or samples % rates[1]:
             raise CheckpointError(
                 folder, "downsampling_ratios must result in a whole number of samples per frame"
@@ -141,6 +144,6 @@ class NeuCodecConfig:
             levels=values.integers("quantization_levels") or (4,) * 8,
             rms_norm_eps=values.number("rms_norm_eps", 1e-6),
             encoder_hidden_size=values.integer("encoder_hidden_size", 48),
-            ratios=ratios,
+            encoder_strides=encoder_strides,
             semantic_values=values.section("semantic_model_config"),
         )

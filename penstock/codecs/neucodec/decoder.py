@@ -17,9 +17,9 @@ from penstock.codecs.neucodec.config import NeuCodecConfig
 from penstock.kernels import Ops, PackedLinear, encoding_named
 from penstock.kernels.convolution import inverse_dft_weight
 
-GROUPS = 32
+NUM_GROUPS = 32
 NORM_EPS = 1e-6
-MAX_MAGNITUDE = 100.0
+MAX_MAGNITUDE = 100.0  # of the STFT
 FRAMES_PER_WINDOW = 4
 """Length of the STFT window, in frames."""
 
@@ -32,7 +32,7 @@ class GroupNorm:
     bias: Tensor
 
     def __call__(self, x: RaggedRows, ops: Ops) -> Tensor:
-        return ops.group_norm(x.rows, self.weight, self.bias, GROUPS, NORM_EPS, x.offsets)
+        return ops.group_norm(x.rows, self.weight, self.bias, NUM_GROUPS, NORM_EPS, x.offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> 
 def code_digits(levels: tuple[int, ...]) -> Tensor:
     """Return the values from -1 to 1 of the digits of each code, ``[prod(levels), len(levels)]``.
 
-    Codes of finite scalar quantization (arXiv:2309.15505) are numbers. Digit i of a code has ``levels[i]``
-    values; digit 0 is the lowest.
+    A code of finite scalar quantization (arXiv:2309.15505) is a mixed-radix number. Its digit i has
+    ``levels[i]`` values; digit 0 is the lowest.
     """
     codes, columns = torch.arange(int(torch.tensor(levels).prod())), []
     for level in levels:

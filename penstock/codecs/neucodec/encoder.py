@@ -28,7 +28,7 @@ class NeuCodecEncoder:
     semantic: SemanticEncoder
     acoustic: AcousticEncoder
     projection: PackedLinear  # of the joined rows of both encoders
-    digits: PackedLinear  # the input projection of the quantizer: one value per digit of a code
+    digit_projection: PackedLinear  # the input projection of the quantizer: one value per digit of a code
     levels: Tensor  # [N] int64: number of levels of each digit of a code, the lowest digit first
     hop: int  # number of samples per frame
 
@@ -39,9 +39,10 @@ class NeuCodecEncoder:
         if not len(features):
             return torch.zeros(0, dtype=torch.int64)
         semantic, acoustic = self.semantic(features, ops), self.acoustic(padded, ops)
-        count = min(len(semantic), len(acoustic))
-        rows = ops.linear(torch.cat([semantic[:count], acoustic[:count]], 1), self.projection)
-        return self._quantize(ops.linear(rows, self.digits))
+        num_frames = min(len(semantic), len(acoustic))
+        joined_rows = torch.cat([semantic[:num_frames], acoustic[:num_frames]], 1)
+        rows = ops.linear(joined_rows, self.projection)
+        return self._quantize(ops.linear(rows, self.digit_projection))
 
     def _quantize(self, x: Tensor) -> Tensor:
         """Round ``x [T, N]`` to the levels of the digits, and return the codes ``[T]``.
@@ -70,7 +71,7 @@ def read_encoder(loader: CodecLoader, config: NeuCodecConfig) -> NeuCodecEncoder
     width = semantic.hidden_size + config.hidden_size
     return NeuCodecEncoder(
         read_semantic_encoder(loader, semantic),
-        read_acoustic_encoder(loader, config.encoder_hidden_size, config.ratios, config.hidden_size),
+        read_acoustic_encoder(loader, config.encoder_hidden_size, config.encoder_strides, config.hidden_size),
         loader.linear("fc_encoder", width, size),
         loader.linear("quantizer.project_in", size, len(config.levels)),
         torch.tensor(config.levels),

@@ -2,8 +2,8 @@
 
 `NeuCodec.decode` computes the same function as the published model: attention and group norms use the whole
 stream. An incomplete stream cannot be decoded in this way. `NeuCodec.decode_chunks` therefore decodes windows
-at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. They
-differ from the results of `decode`, also for a whole stream.
+at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. Even for
+a whole stream, the results of `decode_chunks` differ from the results of `decode`.
 
 The encoder (`codecs.neucodec.encoder`) has several hundred million parameters that decoding does not need.
 Each call of `NeuCodec.encode` reads it from the checkpoint and releases it afterwards.
@@ -140,8 +140,8 @@ class NeuCodec(AudioCodec):
 
     @torch.no_grad()
     def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        for frame in frames:
-            self.check_chunk(CodecChunk(frame))
+        for stream in frames:
+            self.check_chunk(CodecChunk(stream))
         return self._decode(frames)
 
     @torch.no_grad()
@@ -157,8 +157,8 @@ class NeuCodec(AudioCodec):
         }
         decoded_samples = self._decode([window.frames for window in uncached_windows.values()])
         for (key, window), samples in zip(uncached_windows.items(), decoded_samples, strict=True):
-            left = window.frame_block.start - window.frame_block.window[0]
-            self._cache[key] = samples[left * self.samples_per_frame :].clone()
+            num_left_frames = window.frame_block.start - window.frame_block.window[0]
+            self._cache[key] = samples[num_left_frames * self.samples_per_frame :].clone()
         results = [self._join(*chunk_and_windows) for chunk_and_windows in zip(chunks, windows, strict=True)]
         while len(self._cache) > MAX_CACHED_WINDOWS:
             self._cache.popitem(last=False)
@@ -180,11 +180,11 @@ class NeuCodec(AudioCodec):
 
     def _decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
         """Return the samples of each sequence of codes. Each sequence is decoded as a whole."""
-        lengths = [len(frame) for frame in frames if len(frame)]
+        lengths = [len(sequence) for sequence in frames if len(sequence)]
         if not lengths:
             return [torch.zeros(0) for _ in frames]
         samples = iter(self._decoder(RaggedRows(torch.cat(list(frames)), lengths), self._ops))
-        return [next(samples) if len(frame) else torch.zeros(0) for frame in frames]
+        return [next(samples) if len(sequence) else torch.zeros(0) for sequence in frames]
 
     def _windows(self, chunk: CodecChunk) -> list[_Window]:
         """Return the windows of the block before a chunk (if there is one) and of the chunk's blocks."""

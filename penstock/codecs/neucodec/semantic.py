@@ -50,9 +50,9 @@ class RelativeAttention:
         qkv = ops.linear(ops.layer_norm(x, *self.norm, eps), self.qkv)
         q, k, v = qkv.view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [H, T, D]
         positions = torch.arange(len(x))
-        last = len(self.distance_embeddings) - 1 - self.max_left
-        columns = (positions - positions[:, None]).clamp(-self.max_left, last) + self.max_left  # [T, T]
-        rows = [
+        max_right = len(self.distance_embeddings) - 1 - self.max_left
+        columns = (positions - positions[:, None]).clamp(-self.max_left, max_right) + self.max_left  # [T, T]
+        head_outputs = [
             torch.softmax(
                 (queries @ keys.T + (queries @ self.distance_embeddings.T).gather(1, columns))
                 * queries.shape[1] ** -0.5,
@@ -61,7 +61,7 @@ class RelativeAttention:
             @ values
             for queries, keys, values in zip(q, k, v, strict=True)
         ]
-        return ops.linear(torch.cat(rows, 1), self.output)
+        return ops.linear(torch.cat(head_outputs, 1), self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> Semant
 
     return SemanticEncoder(
         config,
-        loader.norm(f"{name}.layer_norm", config.features),
-        loader.linear(f"{name}.projection", config.features, size),
+        loader.norm(f"{name}.layer_norm", config.num_features),
+        loader.linear(f"{name}.projection", config.num_features, size),
         tuple(
             _read_layer(loader, f"semantic_encoder.encoder.layers.{i}", config) for i in range(config.layers)
         ),
@@ -146,14 +146,14 @@ def read_semantic_encoder(loader: CodecLoader, config: SemanticConfig) -> Semant
 
 
 def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> ConformerLayer:
-    size, hidden_rows, ops = config.hidden_size, config.intermediate_size, loader.ops
+    size, intermediate_size, ops = config.hidden_size, config.intermediate_size, loader.ops
 
     def feed_forward(part: str) -> HalfFeedForward:
-        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, hidden_rows)
+        weight = loader.tensor(f"{name}.{part}.output_dense.weight", size, intermediate_size)
         bias = loader.tensor(f"{name}.{part}.output_dense.bias", size)
         return HalfFeedForward(
             loader.norm(f"{name}.{part}_layer_norm", size),
-            loader.linear(f"{name}.{part}.intermediate_dense", size, hidden_rows),
+            loader.linear(f"{name}.{part}.intermediate_dense", size, intermediate_size),
             ops.pack_linear(weight / 2, "float32", bias=bias / 2),
         )
 
@@ -163,7 +163,7 @@ def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> Confo
 
     projection_names = [f"{name}.self_attn.linear_{letter}" for letter in "qkv"]
     weights = [loader.tensor(f"{part}.weight", size, size) for part in projection_names]
-    count = config.left_positions + 1 + config.right_positions
+    num_distances = config.max_left_distance + 1 + config.max_right_distance
     attention = RelativeAttention(
         loader.norm(f"{name}.self_attn_layer_norm", size),
         ops.pack_linear(
@@ -172,9 +172,9 @@ def _read_layer(loader: CodecLoader, name: str, config: SemanticConfig) -> Confo
             bias=torch.cat([loader.tensor(f"{part}.bias", size) for part in projection_names]),
         ),
         loader.linear(f"{name}.self_attn.linear_out", size, size),
-        loader.tensor(f"{name}.self_attn.distance_embedding.weight", count, size // config.heads),
+        loader.tensor(f"{name}.self_attn.distance_embedding.weight", num_distances, size // config.heads),
         config.heads,
-        config.left_positions,
+        config.max_left_distance,
     )
     convolution = ConvolutionModule(
         loader.norm(f"{name}.conv_module.layer_norm", size),

@@ -24,7 +24,7 @@ _KERNEL_MARGIN = KERNEL_SIZE // 2
 
 @dataclass(slots=True)
 class Span:
-    """The position of the rows of a sequence in its stream, in units of the current rate."""
+    """The position of the rows of a sequence in its stream, in rows at the rate of the current layer."""
 
     begin: int
     """Position of the first row."""

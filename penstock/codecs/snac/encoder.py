@@ -47,9 +47,9 @@ def read_encoder(loader: CodecLoader, config: SnacConfig) -> SnacEncoder:
     for index, stride in enumerate(config.encoder_rates):
         name = f"encoder.block.{index + 1}.block"
         units = read_units(loader, name, 0, channels, is_depthwise=config.is_depthwise)
-        snake, inputs, channels = loader.snake(f"{name}.3", channels), channels, 2 * channels
+        snake, in_channels, channels = loader.snake(f"{name}.3", channels), channels, 2 * channels
         downsample = loader.conv1d(
-            f"{name}.4", inputs, channels, 2 * stride, stride=stride, padding=-(-stride // 2)
+            f"{name}.4", in_channels, channels, 2 * stride, stride=stride, padding=-(-stride // 2)
         )
         blocks.append(DownsamplingBlock(units, snake, downsample))
     groups = channels if config.is_depthwise else 1

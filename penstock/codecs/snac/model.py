@@ -38,7 +38,7 @@ class SnacCodec(AudioCodec):
     name = "snac"
     tolerance = 1e-4
     with_noise = True
-    """Whether the decoder adds noise. Without it, the output sounds duller."""
+    """Whether the decoder adds noise. Without noise, the output sounds duller."""
 
     def __init__(
         self, config: SnacConfig, ops: Ops, quantizer: Quantizer, decoder: SnacDecoder, encoder: SnacEncoder

@@ -55,12 +55,12 @@ class Quantizer:
 
     def frames(self, latents: Tensor, ops: Ops) -> Tensor:
         """Return the frames that encode latent rows: ``[F * strides[0], latent] -> [F, C]``."""
-        count = len(latents) // self.codebooks[0].stride
-        frames = torch.empty(count, sum(map(len, self.columns)), dtype=torch.int64)
+        num_frames = len(latents) // self.codebooks[0].stride
+        frames = torch.empty(num_frames, sum(map(len, self.columns)), dtype=torch.int64)
         residual = latents
         for codebook, columns in zip(self.codebooks, self.columns, strict=True):
             codes = codebook.nearest_codes(residual, ops)
-            frames[:, columns] = codes.view(count, -1)
+            frames[:, columns] = codes.view(num_frames, -1)
             residual = residual - codebook.latents(codes, ops)
         return frames
 
@@ -71,12 +71,12 @@ def frame_columns(strides: Sequence[int]) -> tuple[Tensor, ...]:
     The codes are sorted by the latent row at which they begin. Codes with the same row are sorted from coarse
     to fine.
     """
-    levels_in_frame = [
-        level for row in range(strides[0]) for level, stride in enumerate(strides) if row % stride == 0
+    column_codebooks = [
+        codebook for row in range(strides[0]) for codebook, stride in enumerate(strides) if row % stride == 0
     ]
     return tuple(
-        torch.tensor([column for column, code_level in enumerate(levels_in_frame) if code_level == level])
-        for level in range(len(strides))
+        torch.tensor([column for column, index in enumerate(column_codebooks) if index == codebook])
+        for codebook in range(len(strides))
     )
 
 

@@ -55,8 +55,8 @@ def find_conflicts(
 
     Returns:
         ({name of a lexeme whose match can continue: name of the lexeme that must end earlier}, number of
-        visited states). Both names can be equal. If the number exceeds `MAX_WORK`, the search was aborted and
-        the dict is empty.
+        visited states). Both names can be equal. If the number of visited states exceeds `MAX_WORK`, the
+        search was aborted and the dict is empty.
     """
     classes = _CharacterClasses(lexemes, lexeme_rules)
     nfa = _Nfa(classes, lexeme_rules)
@@ -93,9 +93,9 @@ class _WorkLimitError(Exception):
 
 
 def _longer_matches(
-    nfa: _Nfa, names: frozenset[str], follow: dict[str, int]
+    nfa: _Nfa, lexeme_names: frozenset[str], follow_sets: dict[str, int]
 ) -> tuple[dict[str, str], set[frozenset[str]]]:
-    """Search the deterministic automaton of the lexemes ``names``, which may start at the same position.
+    """Find the conflicts among the lexemes ``lexeme_names``, which may start at the same position.
 
     Returns:
         ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text). The
@@ -103,7 +103,7 @@ def _longer_matches(
     """
     conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
-    start = nfa.closure([nfa.starts[name] for name in sorted(names)])
+    start = nfa.closure([nfa.start_states[name] for name in sorted(lexeme_names)])
     visited_groups, pending = {start}, [start]
     while pending:
         states = pending.pop()
@@ -113,17 +113,17 @@ def _longer_matches(
             )
             overlapping.update(frozenset(pair) for pair in combinations(ending_lexemes, 2))
             for ending_lexeme in ending_lexemes:
-                follow_mask = follow.get(ending_lexeme, 0)
+                follow_mask = follow_sets.get(ending_lexeme, 0)
                 for state in states:
                     if any(mask & follow_mask for mask, _ in nfa.edges[state]):
-                        conflicts.setdefault(nfa.owners[state], ending_lexeme)
+                        conflicts.setdefault(nfa.lexeme_by_state[state], ending_lexeme)
         for targets in _successors(nfa, states):
             next_state = nfa.closure(targets)
             if next_state not in visited_groups:
                 visited_groups.add(next_state)
                 pending.append(next_state)
     return {
-        name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.sizes[name] > 1
+        name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.num_states_by_lexeme[name] > 1
     }, overlapping
 
 
@@ -198,33 +198,33 @@ class _Nfa:
     def __init__(self, classes: _CharacterClasses, lexeme_rules: Rules) -> None:
         self._classes = classes
         self._lexeme_rules = lexeme_rules
-        self._owner = ""
+        self._current_lexeme = ""
         self._closures: dict[int, frozenset[int]] = {}
         self._empty_edges: list[list[int]] = []
         self.edges: list[list[tuple[int, int]]] = []  # per state: (mask of characters, next state)
-        self.owners: list[str] = []
-        self.starts: dict[str, int] = {}
+        self.lexeme_by_state: list[str] = []  # state -> name of its lexeme
+        self.start_states: dict[str, int] = {}  # lexeme -> its start state
         self.lexeme_by_final_state: dict[int, str] = {}
-        self.sizes: dict[str, int] = {}
+        self.num_states_by_lexeme: dict[str, int] = {}  # 1 for a lexeme that is a single character
         self.nullable_lexemes: set[str] = set()
         self.work = 0
 
     def add_lexeme(self, name: str, node: Node) -> None:
-        self._owner = name
+        self._current_lexeme = name
         num_states = len(self.edges)
         start = self._add_state()
         end = self._add_node(node, start)
-        self.starts[name] = start
+        self.start_states[name] = start
         self.lexeme_by_final_state[end] = name
         is_single_character = isinstance(node, Chars) or (isinstance(node, Text) and len(node.text) == 1)
-        self.sizes[name] = 1 if is_single_character else len(self.edges) - num_states
+        self.num_states_by_lexeme[name] = 1 if is_single_character else len(self.edges) - num_states
         if end in self.closure([start]):
             self.nullable_lexemes.add(name)
 
     def first_sets(self) -> dict[str, int]:
         """Return for each lexeme the classes of the characters with which it can begin, as a bit mask."""
         result = {}
-        for name, start in self.starts.items():
+        for name, start in self.start_states.items():
             mask = 0
             for state in self.closure([start]):
                 for edge_mask, _ in self.edges[state]:
@@ -273,7 +273,7 @@ class _Nfa:
     def _add_state(self) -> int:
         self.edges.append([])
         self._empty_edges.append([])
-        self.owners.append(self._owner)
+        self.lexeme_by_state.append(self._current_lexeme)
         return len(self.edges) - 1
 
     def _add_node(self, node: Node, start: int) -> int:

@@ -25,14 +25,14 @@ from penstock.grammar.lark.nodes import (
 from penstock.grammar.schema.ebnf import ALL_CHARACTERS, union, without
 
 _MAX_DEPTH = 100  # maximum nesting of groups
-_MAX_REPEAT = 100_000
-_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_MAX_REPEAT = 100_000  # maximum m and n of {n} and {m,n}
+_SPACE_AND_COMMENTS = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
-_RULE = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
-_TEXT = re.compile(r'"((?:[^"\\\r\n]|\\[^\r\n])*)"')
-_CLASS = re.compile(r"\[(\^?)((?:[^\]\\\r\n]|\\[^\r\n])*)\]")
-_BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
-_CHAR = re.compile(
+_RULE_START = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
+_STRING_LITERAL = re.compile(r'"((?:[^"\\\r\n]|\\[^\r\n])*)"')
+_CHARACTER_CLASS = re.compile(r"\[(\^?)((?:[^\]\\\r\n]|\\[^\r\n])*)\]")
+_REPETITION_BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
+_CHARACTER_OR_ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
 )
 _ESCAPES = {
@@ -52,8 +52,7 @@ def read_ebnf(text: str) -> Rules:
     """Return the rules of a grammar, including ``root``.
 
     Raises:
-        InputError: the text is not a grammar, and the message contains the line and the column. Or its groups
-            are nested too deeply.
+        InputError: the text is not valid EBNF, or its groups are nested too deeply.
         UnsupportedFeatureError: the text uses an unsupported construct.
     """
     return _Reader(text).rules()
@@ -69,7 +68,7 @@ class _Reader:
         first_uses: dict[str, int] = {}
         self._skip_space()
         while self._position < len(self._text):
-            rule_start = _RULE.match(self._text, self._position)
+            rule_start = _RULE_START.match(self._text, self._position)
             if rule_start is None:
                 self._fail("expected a rule, name ::= expression")
             name = rule_start[1]
@@ -99,7 +98,7 @@ class _Reader:
             self._skip_space()
             if self._position >= len(self._text) or self._text[self._position] in "|)":
                 return sequence(parts)
-            if _RULE.match(self._text, self._position):
+            if _RULE_START.match(self._text, self._position):
                 if depth:
                     self._fail("a group is not closed")
                 return sequence(parts)
@@ -113,7 +112,7 @@ class _Reader:
                 self._position += 1
                 part = repeated(part, int(char == "+"), 1 if char == "?" else None)
             elif char == "{":
-                bounds = _BOUNDS.match(self._text, self._position)
+                bounds = _REPETITION_BOUNDS.match(self._text, self._position)
                 if bounds is None:
                     self._fail("{ begins no repetition: write {n}, {m,n} or {m,}")
                 min_count = int(bounds[1])
@@ -130,11 +129,11 @@ class _Reader:
     def _atom(self, depth: int, first_uses: dict[str, int]) -> Node:
         char = self._text[self._position]
         if char == '"':
-            text = self._match(_TEXT, "an unterminated text")[1]
-            points = [point for point, _ in self._chars(text)]
-            if any(0xD800 <= point <= 0xDFFF for point in points):
+            text = self._match(_STRING_LITERAL, "an unterminated text")[1]
+            code_points = [code_point for code_point, _ in self._chars(text)]
+            if any(0xD800 <= code_point <= 0xDFFF for code_point in code_points):
                 self._fail("a surrogate code point, which UTF-8 cannot encode,")
-            return Text("".join(map(chr, points))) if points else EMPTY
+            return Text("".join(map(chr, code_points))) if code_points else EMPTY
         if char == "[":
             return self._class()
         if char == ".":
@@ -151,14 +150,14 @@ class _Reader:
         name = _NAME.match(self._text, self._position)
         if name is None:
             self._fail(f"unexpected {char!r}")
-        if self._text[name.end() : name.end() + 1] == "(" and name[0] in _MACROS:
+        if self._text[name.end() : name.end() + 1] == "(" and name[0] in _UNSUPPORTED_MACROS:
             raise UnsupportedFeatureError(f"{name[0]}(...) in an ebnf grammar", "use a structural tag")
         first_uses.setdefault(name[0], self._position)
         self._position = name.end()
         return Ref(name[0])
 
     def _class(self) -> Node:
-        match = self._match(_CLASS, "an unterminated class of characters")
+        match = self._match(_CHARACTER_CLASS, "an unterminated class of characters")
         chars = self._chars(match[2])
         ranges: list[tuple[int, int]] = []
         index = 0
@@ -184,21 +183,21 @@ class _Reader:
     def _chars(self, text: str) -> list[tuple[int, bool]]:
         """Return (code point, whether it was written as an escape) of each character of a string or class."""
         result = []
-        for match in _CHAR.finditer(text):
+        for match in _CHARACTER_OR_ESCAPE.finditer(text):
             if match[6] is not None:
                 result.append((ord(match[6]), False))
                 continue
             digits = match[1] or match[2] or match[3] or match[4]
             if digits is not None:
-                point = int(digits, 16)
-                if point > 0x10FFFF:
+                code_point = int(digits, 16)
+                if code_point > 0x10FFFF:
                     self._fail(f"\\U{digits}, which is not a character")
             else:
                 letter = match[5]
                 if letter.isalnum() and letter not in _ESCAPES:
                     self._fail(f"\\{letter}, which is not an escape")
-                point = ord(_ESCAPES.get(letter, letter))
-            result.append((point, True))
+                code_point = ord(_ESCAPES.get(letter, letter))
+            result.append((code_point, True))
         return result
 
     def _match(self, pattern: re.Pattern[str], problem: str) -> re.Match[str]:
@@ -209,7 +208,7 @@ class _Reader:
         return match
 
     def _skip_space(self) -> None:
-        match = _SPACE.match(self._text, self._position)
+        match = _SPACE_AND_COMMENTS.match(self._text, self._position)
         assert match is not None
         self._position = match.end()
 
@@ -226,7 +225,15 @@ class _Reader:
         raise InputError(f"the ebnf grammar is not valid: {problem} at line {line}, column {column}")
 
 
-_MACROS = {"TagDispatch", "TokenTagDispatch", "Token", "ExcludeToken", "Repeat", "Regex", "AnyTokens"}
+_UNSUPPORTED_MACROS = {
+    "TagDispatch",
+    "TokenTagDispatch",
+    "Token",
+    "ExcludeToken",
+    "Repeat",
+    "Regex",
+    "AnyTokens",
+}
 
 
 def _without_surrogates(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,9 +1,9 @@
 """Divides a grammar into lexemes, which are regular expressions, and rules over lexemes.
 
 llguidance matches lexemes with automata, which are fast. It matches rules with an Earley parser, which is
-slow if the lexemes are single characters. Its lexer takes the longest match of all lexemes that may come
-next. The division into lexemes therefore keeps the language of the grammar only if there are no conflicts
-(see `conflicts`).
+slow if the lexemes are single characters. llguidance's lexer takes the longest match among the lexemes that
+the rules allow next. The division into lexemes therefore keeps the language of the grammar only if there are
+no conflicts (see `conflicts`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from penstock.grammar.lark.simplify import post_order
 MAX_LEXEME_SIZE = 1_000  # maximum nodes and characters of a lexeme, with its rules expanded
 MAX_ONLY_LEXEME_SIZE = 50_000  # the same maximum for a lexeme that is the whole grammar
 MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses once per level
-ANY_SIZE = 1 << 59
-_TOO_LARGE = 1 << 60
+ANY_SIZE = 1 << 59  # a maximum that every node satisfies, except nodes of size `_TOO_LARGE`
+_TOO_LARGE = 1 << 60  # the size of nodes that cannot be a lexeme
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Division:
 
 
 class FreeTextConflict(Exception):
-    """Free text is adjacent to an expression that it may contain, which a lexer cannot separate."""
+    """A lexeme of free text has a conflict or is too large, and free text cannot be split."""
 
 
 def divide(
@@ -74,8 +74,7 @@ def divide(
         max_only_size: maximum nodes and characters of a lexeme that is the whole grammar.
 
     Raises:
-        FreeTextConflict: free text is adjacent to an expression that it may contain. Splitting its lexeme is
-            not possible.
+        FreeTextConflict: a lexeme of free text has a conflict or is too large, and free text cannot be split.
     """
     limits = _LexemeLimits(rules)
     if limits.is_lexeme(Ref(root), max_only_size):
@@ -100,7 +99,8 @@ def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
     """Split a lexeme that has a conflict with `prefix` into parts.
 
     If the lexeme begins with `prefix` and is longer, the parts are `prefix` and the rest. Otherwise the parts
-    are the children of the node; the list is empty for a text, which is later split into characters.
+    are the children of the node. A node without children, such as a text, gives an empty list; `_Divider`
+    splits a text into characters.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     if prefix != node:
@@ -124,10 +124,10 @@ class _LexemeLimits:
         self.max_size = MAX_LEXEME_SIZE
         self._sizes: dict[str, int] = {}
         self._depths: dict[str, int] = {}
-        names, recursive, _ = post_order(rules)
+        names, recursive_rules, _ = post_order(rules)
         for name in names:
             node = rules[name]
-            self._sizes[name] = _TOO_LARGE if name in recursive else self.size(node)
+            self._sizes[name] = _TOO_LARGE if name in recursive_rules else self.size(node)
             referenced_names = [ref.name for ref in walk(node) if isinstance(ref, Ref)]
             self._depths[name] = 1 + max(
                 (self._depths.get(referenced_name, 0) for referenced_name in referenced_names), default=0
@@ -148,7 +148,7 @@ class _LexemeLimits:
     def size(self, node: Node) -> int:
         """Return the number of nodes and characters, with rules expanded.
 
-        The result is `_TOO_LARGE` for tokens, recursive rules and larger numbers.
+        The result is at most `_TOO_LARGE`, which is also the size of tokens and of recursive rules.
         """
         if isinstance(node, Ref):
             return self._sizes.get(node.name, _TOO_LARGE)
@@ -174,7 +174,7 @@ class _Divider:
         self._rules = rules
         self._limits = limits
         self._split_nodes = split_nodes
-        self._names: dict[Node, str] = {}
+        self._lexeme_names: dict[Node, str] = {}
         self._divided_rules: Rules = {}
         self._pending_rules: list[str] = []
 
@@ -184,11 +184,11 @@ class _Divider:
             name = self._pending_rules.pop()
             if f"rule_{name}" not in self._divided_rules:
                 self._divided_rules[f"rule_{name}"] = self._divided_node(self._rules[name])
-        lexemes = {name: node for node, name in self._names.items()}
+        lexemes = {name: node for node, name in self._lexeme_names.items()}
         return Division(self._divided_rules, lexemes, self._rules, f"rule_{root}")
 
     def _divided_node(self, node: Node) -> Node:
-        """Return the node with its regular parts replaced by lexemes, as few and as long as possible."""
+        """Return the node with its regular parts replaced by references to few and long lexemes."""
         if node == EMPTY:
             return node
         if self._limits.is_lexeme(node) and node not in self._split_nodes:
@@ -226,7 +226,7 @@ class _Divider:
         return node if isinstance(node, Tokens) else self._lexeme(node)
 
     def _divided_repeat(self, node: Repeat) -> Node:
-        """Return a repetition in which consecutive regular options are one lexeme.
+        """Return the repetition divided so that, if possible, each run of regular options is one lexeme.
 
         With a regular option r and a non-regular option n, ``(r | n)*`` becomes ``r* (n r*)*``.
         """
@@ -270,4 +270,4 @@ class _Divider:
         return Ref(self._name(node))
 
     def _name(self, node: Node) -> str:
-        return self._names.setdefault(node, f"lexeme_{len(self._names)}")
+        return self._lexeme_names.setdefault(node, f"lexeme_{len(self._lexeme_names)}")

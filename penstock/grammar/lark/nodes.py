@@ -108,8 +108,8 @@ def sequence(parts: Iterable[Node]) -> Node:
 def choice(options: Iterable[Node]) -> Node:
     """Return a choice, with nested choices joined, equal options removed and common suffixes shared.
 
-    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Without this, if each rule of a chain
-    refers twice to the next rule, expansion of the chain would double the size at every level.
+    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a string or a reference. Otherwise, in a chain of rules
+    that each refer twice to the next rule, expansion would double the size at every level.
     """
     flat_options: dict[Node, None] = {}
     for option in options:

@@ -43,13 +43,13 @@ class LexemePositions:
             if lexeme_name in nullable_lexemes
         }
         first_and_follow = _FirstAndFollowSets(numbered_rules, nullable_positions, bits)
-        follow_sets = first_and_follow.follow_sets_from(root)
+        follow_masks = first_and_follow.follow_sets_from(root)
         self.start = first_and_follow.first(root)
-        self._follow_masks = [follow_sets.get(name, 0) for name in names]
+        self._follow_masks = [follow_masks.get(name, 0) for name in names]  # groups, by position
         self.follow_sets: dict[str, int] = dict.fromkeys(lexemes, 0)
         for position, lexeme_name in enumerate(self._lexeme_names):
-            for other in _bits(self._follow_masks[position]):
-                self.follow_sets[lexeme_name] |= first_sets[self._lexeme_names[other]]
+            for next_position in _bits(self._follow_masks[position]):
+                self.follow_sets[lexeme_name] |= first_sets[self._lexeme_names[next_position]]
 
     def lexemes_at(self, group: int) -> frozenset[str]:
         """Return the names of the lexemes at the positions of a group."""
@@ -85,7 +85,7 @@ class LexemePositions:
 
 
 def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
-    """Return the masks, with those of lexemes that overlap, directly or indirectly, combined by OR."""
+    """Combine by OR the masks of lexemes that overlap directly or through other lexemes; return all masks."""
     result: list[int] = []
     remaining_masks = dict(masks)
     while remaining_masks:
@@ -93,11 +93,14 @@ def _merge_overlapping(masks: dict[str, int], overlapping: set[frozenset[str]]) 
         pending = [name]
         while pending:
             merged_name = pending.pop()
-            for other in [
-                other for other in remaining_masks if frozenset((merged_name, other)) in overlapping
-            ]:
-                mask |= remaining_masks.pop(other)
-                pending.append(other)
+            overlapping_names = [
+                candidate
+                for candidate in remaining_masks
+                if frozenset((merged_name, candidate)) in overlapping
+            ]
+            for overlapping_name in overlapping_names:
+                mask |= remaining_masks.pop(overlapping_name)
+                pending.append(overlapping_name)
         result.append(mask)
     return result
 
@@ -114,7 +117,7 @@ def _name(position: int) -> str:
 
 
 class _FirstAndFollowSets:
-    """Computes the first and follow sets of rules over positions."""
+    """Computes the first and follow sets of rules over positions. A set is a bit mask of positions."""
 
     def __init__(self, rules: Rules, nullable_rules: set[str], first_sets: dict[str, int]) -> None:
         self._rules = rules
@@ -125,7 +128,7 @@ class _FirstAndFollowSets:
         self._compute_first_sets()
 
     def first(self, name: str) -> int:
-        """Return the first set of a rule."""
+        """Return the first set of a rule or position."""
         return self._first_sets.get(name, 0)
 
     def follow_sets_from(self, root: str) -> dict[str, int]:

@@ -72,6 +72,10 @@ def _with_repetitions(rules: Rules) -> Rules:
 def _extract_counted(
     node: Node, counted_rules: dict[str, tuple[Node, int, int, Node]]
 ) -> tuple[Node, int, int, Node] | None:
+    """Return (part, minimum, maximum, following node) of a node ``part{minimum,maximum} following``.
+
+    Returns None if the node has another form. The last part of the node may be a rule of `counted_rules`.
+    """
     if isinstance(node, Seq) and len(node.parts) == 2 and isinstance(node.parts[0], Alt):
         head, end = node.parts
         assert isinstance(head, Alt)
@@ -102,10 +106,10 @@ def unrolled(rules: Rules, root: str, max_level: int) -> Rules:
     pending = [(root, max_level)]
     while pending:
         name, level = pending.pop()
-        copy = name if level == max_level else f"{name}-{level}"
-        if copy in result:
+        copy_name = name if level == max_level else f"{name}-{level}"
+        if copy_name in result:
             continue
-        result[copy] = _with_rule_copies(rules[name], name, recursive_rules, level, max_level, pending)
+        result[copy_name] = _with_rule_copies(rules[name], name, recursive_rules, level, max_level, pending)
     return result
 
 
@@ -150,33 +154,33 @@ def post_order(rules: Rules) -> tuple[list[str], set[str], int]:
     The depth is the length of the longest chain of references that the depth-first search followed.
     """
     callees = {name: sorted(references(node) & rules.keys()) for name, node in rules.items()}
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
+    visit_index: dict[str, int] = {}
+    lowlink: dict[str, int] = {}
     stack: list[str] = []
     on_stack: set[str] = set()
     finished: list[str] = []
     recursive_rules: set[str] = set()
     max_depth = 0
     for start in rules:  # Tarjan's algorithm with an explicit stack
-        call_stack = [] if start in index else [(start, iter(callees[start]))]
+        call_stack = [] if start in visit_index else [(start, iter(callees[start]))]
         while call_stack:
             name, unvisited_callees = call_stack[-1]
             max_depth = max(max_depth, len(call_stack))
-            if name not in index:
-                index[name] = low[name] = len(index)
+            if name not in visit_index:
+                visit_index[name] = lowlink[name] = len(visit_index)
                 stack.append(name)
                 on_stack.add(name)
             for callee in unvisited_callees:
-                if callee not in index:
+                if callee not in visit_index:
                     call_stack.append((callee, iter(callees[callee])))
                     break
                 if callee in on_stack:
-                    low[name] = min(low[name], index[callee])
+                    lowlink[name] = min(lowlink[name], visit_index[callee])
             else:
                 call_stack.pop()
                 if call_stack:
-                    low[call_stack[-1][0]] = min(low[call_stack[-1][0]], low[name])
-                if low[name] == index[name]:
+                    lowlink[call_stack[-1][0]] = min(lowlink[call_stack[-1][0]], lowlink[name])
+                if lowlink[name] == visit_index[name]:
                     component = stack[stack.index(name) :] if stack[-1] != name else [name]
                     del stack[len(stack) - len(component) :]
                     on_stack.difference_update(component)

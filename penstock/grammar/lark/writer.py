@@ -42,8 +42,8 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
     Raises:
         InputError: the grammar matches no finite text, or a chain of references is too long.
-        UnsupportedFeatureError: free text is adjacent to an expression that it may contain. The lexer cannot
-            find the end of the free text, and the grammar cannot be written as one lexeme.
+        UnsupportedFeatureError: a lexer cannot separate free text from the adjacent expressions, and the
+            grammar cannot be written as one lexeme.
     """
     simple_rules = simplified(rules, root)
     check_time()
@@ -70,7 +70,7 @@ def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> D
 class _Writer:
     def __init__(self, division: Division) -> None:
         self._division = division
-        self._numbers: dict[str, int] = {}
+        self._symbol_numbers: dict[str, int] = {}
 
     def text(self) -> str:
         division = self._division
@@ -94,11 +94,11 @@ class _Writer:
         return "\n".join([*lines, ""])
 
     def _symbol_name(self, name: str) -> str:
-        number = self._numbers.setdefault(name, len(self._numbers))
+        number = self._symbol_numbers.setdefault(name, len(self._symbol_numbers))
         return f"L{number}" if name in self._division.lexemes else f"r{number}"
 
     def _lexeme_rule_name(self, name: str) -> str:
-        return f"P{self._numbers.setdefault(f'part {name}', len(self._numbers))}"
+        return f"P{self._symbol_numbers.setdefault(f'part {name}', len(self._symbol_numbers))}"
 
     def _rule_text(self, node: Node) -> str:
         """Return the text of a node of a rule, which refers to lexemes, rules and tokens."""
@@ -110,7 +110,7 @@ class _Writer:
         return _operator_text(node, self._rule_text)
 
     def _lexeme_text(self, node: Node) -> str:
-        """Return the text of a node of a lexeme: a regular expression if possible."""
+        """Return the text of a node of a lexeme: a regex if the node has no references and no free text."""
         if node == EMPTY:
             return '""'
         if not any(isinstance(part, Ref | FreeText | TextUntil) for part in walk(node)):
@@ -118,37 +118,37 @@ class _Writer:
         if isinstance(node, Ref):
             return self._lexeme_rule_name(node.name)
         if isinstance(node, FreeText):
-            return f"{_ANY} & {_text_without(node.excludes)}" if node.excludes else _ANY
+            return f"{_ANY_TEXT} & {_text_without(node.excludes)}" if node.excludes else _ANY_TEXT
         if isinstance(node, TextUntil):
             parts = [
-                f"({_ANY} /{_string_literal(node.end)}/)",
+                f"({_ANY_TEXT} /{_string_literal(node.end)}/)",
                 _text_without((node.end, *node.other_ends), "(?s:.+)"),
             ]
             return " & ".join([*parts, *([_text_without(node.excludes)] if node.excludes else [])])
         return _operator_text(node, self._lexeme_text)
 
 
-_ANY = "/(?s:.*)/"
+_ANY_TEXT = "/(?s:.*)/"  # any text
 
 
 def _text_without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
-    """Return an expression that matches texts which do not contain a word followed by ``suffix``."""
+    """Return an expression for the texts that do not end with one of ``words`` and a match of ``suffix``."""
     return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
 
 
-def _operator_text(node: Node, write: object) -> str:
+def _operator_text(node: Node, write_node: object) -> str:
     if node == EMPTY:
         return '""'
     if isinstance(node, Seq):
-        return " ".join(_grouped_text(part, write) for part in node.parts)
+        return " ".join(_grouped_text(part, write_node) for part in node.parts)
     if isinstance(node, Alt):
-        return " | ".join(_grouped_text(option, write) for option in node.options)
+        return " | ".join(_grouped_text(option, write_node) for option in node.options)
     assert isinstance(node, Repeat)
-    return f"({write(node.part)}){_quantifier(node)}"  # type: ignore[operator]
+    return f"({write_node(node.part)}){_quantifier(node)}"  # type: ignore[operator]
 
 
-def _grouped_text(node: Node, write: object) -> str:
-    text: str = write(node)  # type: ignore[operator]
+def _grouped_text(node: Node, write_node: object) -> str:
+    text: str = write_node(node)  # type: ignore[operator]
     return text if isinstance(node, Ref | Tokens | Chars | Text) else f"({text})"
 
 
@@ -189,8 +189,9 @@ def _string_literal(text: str) -> str:
     )
 
 
-def _escaped_character(point: int) -> str:
-    return chr(point) if 0 <= point < 128 and chr(point).isalnum() else f"\\x{{{point:x}}}"
+def _escaped_character(code_point: int) -> str:
+    is_plain = 0 <= code_point < 128 and chr(code_point).isalnum()
+    return chr(code_point) if is_plain else f"\\x{{{code_point:x}}}"
 
 
 def _check_depth(rules: Rules) -> None:

@@ -1,4 +1,4 @@
-"""Computes automata of texts that match all required and no excluded expressions and a length bound.
+"""Computes automata of texts within a length bound that match all required and no excluded expressions.
 
 States are built from partial derivatives (Antimirov 1996). A position is the part of an expression that is
 not matched yet. A state is the set of positions that a text can reach. Repetitions are expanded only when a
@@ -16,8 +16,8 @@ from typing import TypeAlias
 from penstock.grammar.schema import regex
 from penstock.grammar.schema.ebnf import Ranges, union
 
-MAX_STATES = 400
-_MAX_UNMINIMISED_STATES = 2000  # maximum states before minimization
+MAX_STATES = 400  # of a minimal automaton
+_MAX_UNMINIMIZED_STATES = 2000  # maximum states before minimization
 _MAX_POSITIONS = 4000  # maximum positions visited to compute the transitions of one position
 _MAX_WORK = 300_000  # maximum number of range boundaries and positions visited for one expression
 
@@ -35,16 +35,16 @@ class Automaton:
     """A deterministic finite automaton. State 0 is the start state.
 
     Attributes:
-        steps: for each state, its transitions (characters, target state).
+        transitions: for each state, pairs (characters, target state).
         accepting: for each state, whether a text may end there.
     """
 
-    steps: list[list[tuple[Ranges, int]]] = field(default_factory=list)
+    transitions: list[list[tuple[Ranges, int]]] = field(default_factory=list)
     accepting: list[bool] = field(default_factory=list)
 
     @property
     def min_lengths(self) -> list[int]:
-        """For each state, the minimum number of characters from it to an accepting state; -1 without one."""
+        """For each state, the fewest characters to an accepting state; -1 if none can be reached."""
         predecessors = _predecessors(self)
         lengths = [0 if is_end else -1 for is_end in self.accepting]
         pending = [state for state, is_end in enumerate(self.accepting) if is_end]
@@ -57,8 +57,8 @@ class Automaton:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """Minimum and maximum number of characters; None means no maximum."""
+class LengthBound:
+    """Minimum and maximum number of characters of a text; None means no maximum."""
 
     min_count: int = 0
     max_count: int | None = None
@@ -67,7 +67,7 @@ class Bound:
 def intersection(
     required: Sequence[regex.RegexNode],
     excluded: Sequence[regex.RegexNode],
-    bound: Bound,
+    bound: LengthBound,
 ) -> Automaton | None:
     """Return the minimal automaton of texts within the bound that match all required and no excluded trees.
 
@@ -78,7 +78,7 @@ def intersection(
     """
     product = _Product(required, excluded, bound)
     start = product.start
-    numbers = {start: 0}
+    state_numbers = {start: 0}
     states = [start]
     steps: list[list[tuple[Ranges, int]]] = []
     for state in states:
@@ -87,15 +87,15 @@ def intersection(
             ranges_by_target.setdefault(target, []).extend(ranges)
         row: list[tuple[Ranges, int]] = []
         for target, ranges in ranges_by_target.items():
-            if target not in numbers:
-                numbers[target] = len(states)
+            if target not in state_numbers:
+                state_numbers[target] = len(states)
                 states.append(target)
-                if len(states) > _MAX_UNMINIMISED_STATES:
+                if len(states) > _MAX_UNMINIMIZED_STATES:
                     raise TooLargeError
-            row.append((union(ranges), numbers[target]))
+            row.append((union(ranges), state_numbers[target]))
         steps.append(row)
     result = _minimize(_without_dead_states(Automaton(steps, [product.accepts(state) for state in states])))
-    if result is not None and len(result.steps) > MAX_STATES:
+    if result is not None and len(result.transitions) > MAX_STATES:
         raise TooLargeError
     return result
 
@@ -106,8 +106,8 @@ class _Positions:
     def __init__(self, tree: regex.RegexNode) -> None:
         self._nodes: dict[object, regex.RegexNode] = {}  # one object for equal subtrees
         self._position_numbers: dict[tuple[int, int], int] = {}
-        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]
-        self._lengths: list[tuple[int, int | None]] = [(0, 0)]
+        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]  # (node, next position)
+        self._lengths: list[tuple[int, int | None]] = [(0, 0)]  # per position, to the end: (min, max)
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
         self._work = 0
@@ -237,7 +237,7 @@ class _Product:
     """The product automaton of several expressions and a character count."""
 
     def __init__(
-        self, required: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: Bound
+        self, required: Sequence[regex.RegexNode], excluded: Sequence[regex.RegexNode], bound: LengthBound
     ) -> None:
         self._operands = [_Positions(tree) for tree in (*required, *excluded)]
         self._required_operands = self._operands[: len(required)]
@@ -325,12 +325,12 @@ def _without_dead_states(automaton: Automaton) -> Automaton | None:
                 pending.append(predecessor)
     if 0 not in live_states:
         return None
-    numbers = {state: number for number, state in enumerate(sorted(live_states))}
+    new_numbers = {state: number for number, state in enumerate(sorted(live_states))}
     steps = [
-        [(ranges, numbers[target]) for ranges, target in automaton.steps[state] if target in live_states]
-        for state in numbers
+        [(ranges, new_numbers[target]) for ranges, target in row if target in live_states]
+        for row in (automaton.transitions[state] for state in new_numbers)
     ]
-    return Automaton(steps, [automaton.accepting[state] for state in numbers])
+    return Automaton(steps, [automaton.accepting[state] for state in new_numbers])
 
 
 def _minimize(automaton: Automaton | None) -> Automaton | None:
@@ -338,29 +338,28 @@ def _minimize(automaton: Automaton | None) -> Automaton | None:
     if automaton is None:
         return None
     classes = _classes_by_length(automaton)
-    count = 0
-    while len(set(classes)) > count:
-        count = len(set(classes))
-        keys: dict[object, int] = {}
+    num_classes = 0
+    while len(set(classes)) > num_classes:
+        num_classes = len(set(classes))
+        numbers: dict[object, int] = {}
         classes = [
-            keys.setdefault((classes[state], _transitions_by_class(row, classes)), len(keys))
-            for state, row in enumerate(automaton.steps)
+            numbers.setdefault((classes[state], _transitions_by_class(row, classes)), len(numbers))
+            for state, row in enumerate(automaton.transitions)
         ]
     # Classes are numbered by first appearance, so the class of state 0 is 0.
-    steps: list[list[tuple[Ranges, int]]] = [[] for _ in range(count)]
-    accepting = [False] * count
+    steps: list[list[tuple[Ranges, int]]] = [[] for _ in range(num_classes)]
+    accepting = [False] * num_classes
     for state, class_ in enumerate(classes):
         accepting[class_] = automaton.accepting[state]
-        steps[class_] = [
-            (ranges, target) for target, ranges in _transitions_by_class(automaton.steps[state], classes)
-        ]
+        row = _transitions_by_class(automaton.transitions[state], classes)
+        steps[class_] = [(ranges, target) for target, ranges in row]
     return Automaton(steps, accepting)
 
 
 def _predecessors(automaton: Automaton) -> list[list[int]]:
     """Return the predecessors of each state."""
-    predecessors: list[list[int]] = [[] for _ in automaton.steps]
-    for state, row in enumerate(automaton.steps):
+    predecessors: list[list[int]] = [[] for _ in automaton.transitions]
+    for state, row in enumerate(automaton.transitions):
         for _, target in row:
             predecessors[target].append(state)
     return predecessors
@@ -373,20 +372,21 @@ def _classes_by_length(automaton: Automaton) -> list[int]:
     round per character of the longest text.
     """
     predecessors = _predecessors(automaton)
-    min_count = automaton.min_lengths
-    max_count = [-1] * len(automaton.steps)  # -1 if the length is unbounded
-    num_pending_targets = [len(row) for row in automaton.steps]
+    min_lengths = automaton.min_lengths
+    max_lengths = [-1] * len(automaton.transitions)  # -1 if the length is unbounded
+    num_pending_targets = [len(row) for row in automaton.transitions]
     pending = [state for state, num_missing in enumerate(num_pending_targets) if not num_missing]
     for state in pending:
-        max_count[state] = max((max_count[target] + 1 for _, target in automaton.steps[state]), default=0)
+        row = automaton.transitions[state]
+        max_lengths[state] = max((max_lengths[target] + 1 for _, target in row), default=0)
         for predecessor in predecessors[state]:
             num_pending_targets[predecessor] -= 1
             if not num_pending_targets[predecessor]:
                 pending.append(predecessor)
-    keys: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     return [
-        keys.setdefault((automaton.accepting[state], min_count[state], max_count[state]), len(keys))
-        for state in range(len(automaton.steps))
+        numbers.setdefault((automaton.accepting[state], min_lengths[state], max_lengths[state]), len(numbers))
+        for state in range(len(automaton.transitions))
     ]
 
 

@@ -1,6 +1,7 @@
 """Writes an automaton with a maximum length as a small number of grammar rules.
 
-Repeated characters are counted in blocks: numbers of characters that are subtracted together.
+Repeated characters are counted in blocks. A rule subtracts a whole block of characters from the remaining
+length.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from penstock.grammar.schema.automata import Automaton
-from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, Ranges, choice, repeated, sequence
+from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, Ranges, choice, repeated, sequence
 
-MAX_COUNTED = 700  # maximum number of counted states, each of which is a rule of the grammar
+MAX_COUNTED_STATES = 700  # maximum number of counted states, each of which is a rule of the grammar
 _MAX_SMALL_BLOCK_STATES = 400  # maximum number of counted states, unless blocks have the largest size
-_BLOCKS = 16  # a block has at most 1/16 of the maximum length, but at least one character
+_NUM_BLOCKS = 16  # a block has at most 1/16 of the characters of the maximum length, but at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,11 @@ class Counting:
     down to a multiple of the block size, unless no text would then fit. This excludes some texts near the
     maximum length.
 
-    A *detour* is a path from a state with a loop over other states back to this state, such as an escaped
-    character in a URI. Each state has at most one detour here, without branches and of at most 5
-    characters. After the first detour of a state, a detour counts as one repetition of the loop.
-    Otherwise the remaining length would decrease by a block at every detour.
+    A *detour* is a path from a state with a loop over other states back to the state with the loop, such as
+    an escaped character in a URI. `detours` has at most one detour per state, without branches and of at most
+    5 characters. After the first detour of a state, one repetition is a loop character or a detour, and
+    counts as the length of the detour. Otherwise the remaining length would decrease by a block at every
+    detour.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
@@ -45,18 +47,19 @@ class Counting:
         self.min_lengths = automaton.min_lengths
         self.loops: list[Ranges | None] = [
             next((ranges for ranges, target in row if target == state), None)
-            for state, row in enumerate(automaton.steps)
+            for state, row in enumerate(automaton.transitions)
         ]
+        # State with a loop -> (characters of each transition of its detour, states of the detour).
         self.detours: dict[int, tuple[list[Ranges], list[int]]] = {}
         for state, loop in enumerate(self.loops):
             if loop is not None and block_size > 1:
                 self._find_detour(state)
 
     def _find_detour(self, state: int) -> None:
-        for ranges, target in self.automaton.steps[state]:
+        for ranges, target in self.automaton.transitions[state]:
             detour_ranges, path = [ranges], [target]
             while len(detour_ranges) <= 4 and self._has_one_exit(path[-1]):
-                ((ranges, target),) = self.automaton.steps[path[-1]]
+                ((ranges, target),) = self.automaton.transitions[path[-1]]
                 detour_ranges.append(ranges)
                 if target == state and len(detour_ranges) <= self.block_size:
                     self.detours[state] = (detour_ranges, path)
@@ -64,12 +67,15 @@ class Counting:
                 path.append(target)
 
     def _has_one_exit(self, state: int) -> bool:
-        return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
+        return not self.automaton.accepting[state] and len(self.automaton.transitions[state]) == 1
 
     def make_counted_state(
         self, state: int, remaining: int, source: int | None = None
     ) -> _CountedState | None:
-        """Return the counted state of a state; None if no text fits into the remaining length."""
+        """Return the counted state of a state; None if no text fits into the remaining length.
+
+        ``source`` is the state before the transition.
+        """
         if remaining < self.min_lengths[state]:
             return None
         if self.loops[state] is None:
@@ -83,7 +89,7 @@ class Counting:
     def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
         """Yield (characters, counted state) for each transition to another state, except repeated detours."""
         detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
-        for ranges, target in self.automaton.steps[counted_state.state]:
+        for ranges, target in self.automaton.transitions[counted_state.state]:
             if target in (counted_state.state, detour_state):
                 continue
             if (
@@ -97,7 +103,7 @@ class Counting:
         A state without a loop has (0, 0, False).
 
         The repetitions precede a transition to another state. They are fewer than a block. The transition
-        subtracts the maximum from the remaining length, even if a text has fewer repetitions.
+        subtracts the characters of the maximum repetitions, even if a text has fewer repetitions.
         """
         if self.loops[counted_state.state] is None:
             return 0, 0, False
@@ -118,11 +124,11 @@ class Counting:
             counted_state.state, counted_state.remaining - self.block_size, counted_state.after_detour
         )
 
-    def num_states(self, max_count: int) -> int:
-        """Return the number of counted states, at most about ``max_count``."""
+    def num_states(self, max_states: int) -> int:
+        """Return the number of counted states. Counting stops at about ``max_states``."""
         seen = {self.start}
         pending = [self.start]
-        while pending and len(seen) < max_count:
+        while pending and len(seen) < max_states:
             counted_state = pending.pop()
             _, num_characters, has_block = self.self_loops(counted_state)
             successors = [
@@ -146,21 +152,24 @@ class Counting:
 
 
 def make_counting(automaton: Automaton, max_count: int) -> Counting | None:
-    """Return the counted states of an automaton for a maximum length, with small blocks if possible.
+    """Return the counted states of an automaton for a maximum length of ``max_count`` characters.
 
-    Returns None if even the largest blocks result in more than `MAX_COUNTED` counted states, or if no text is
+    The block size is the smallest power of two that results in at most `_MAX_SMALL_BLOCK_STATES` states. If
+    there is none, it is the largest block size.
+
+    Returns None if even the largest blocks result in more than `MAX_COUNTED_STATES` states, or if no text is
     short enough.
     """
     if automaton.min_lengths[0] > max_count:
         return None
     block_size = 1
-    while block_size <= max(max_count // _BLOCKS, 1):
+    while block_size <= max(max_count // _NUM_BLOCKS, 1):
         counting = Counting(automaton, max_count, block_size)
         if counting.num_states(_MAX_SMALL_BLOCK_STATES + 1) <= _MAX_SMALL_BLOCK_STATES:
             return counting
         block_size *= 2
-    counting = Counting(automaton, max_count, max(max_count // _BLOCKS, 1))
-    return counting if counting.num_states(MAX_COUNTED + 1) <= MAX_COUNTED else None
+    counting = Counting(automaton, max_count, max(max_count // _NUM_BLOCKS, 1))
+    return counting if counting.num_states(MAX_COUNTED_STATES + 1) <= MAX_COUNTED_STATES else None
 
 
 class CountedWriter:
@@ -185,11 +194,11 @@ class CountedWriter:
 
     def write(self) -> str:
         """Write all rules. Return the name of the start rule."""
-        first = self._name(self._counting.start)
+        start_name = self._name(self._counting.start)
         while self._pending_states:
             counted_state = self._pending_states.pop()
             self._rules.define(self._names[counted_state], choice(self._body(counted_state)))
-        return first
+        return start_name
 
     def _name(self, counted_state: _CountedState) -> str:
         if counted_state not in self._names:
@@ -206,7 +215,7 @@ class CountedWriter:
         # text therefore has exactly one derivation.
         self_loops = self._write_self_loops(counted_state)
         partial_block = (
-            self._rules.add("some", repeated(self_loops, 0, repetitions)) if repetitions else NOTHING
+            self._rules.add("some", repeated(self_loops, 0, repetitions)) if repetitions else EMPTY
         )
         result = [sequence(partial_block, choice(exits))] if exits else []
         if has_block:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from penstock.errors import InputError
 
-MAX_RULES = 20_000
+MAX_RULES = 20_000  # of one grammar
 LAST_CHARACTER = 0x10FFFF
-NOTHING = '""'
+EMPTY = '""'  # matches the empty text
 _PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # characters that need no escape in a literal
 
 Ranges = Sequence[tuple[int, int]]  # inclusive ranges of code points, ascending and not adjacent
@@ -50,7 +50,7 @@ class EbnfRules:
         if len(self._bodies) >= MAX_RULES:
             raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
         name = f"{purpose}_{len(self._bodies)}"
-        self._bodies[name] = NOTHING
+        self._bodies[name] = EMPTY
         return name
 
     def define(self, name: str, body: str) -> None:
@@ -69,7 +69,7 @@ def literal(text: str) -> str:
     Raises:
         InputError: the text contains a lone surrogate.
     """
-    return '"' + "".join(map(_escaped_character, text)) + '"' if text else NOTHING
+    return '"' + "".join(map(_escaped_character, text)) + '"' if text else EMPTY
 
 
 def char_class(ranges: Ranges) -> str:
@@ -85,12 +85,12 @@ def char_class(ranges: Ranges) -> str:
 
 
 def sequence(*parts: str) -> str:
-    """Return a sequence."""
-    return " ".join(part for part in parts if part != NOTHING) or NOTHING
+    """Return a sequence of expressions, without the empty ones."""
+    return " ".join(part for part in parts if part != EMPTY) or EMPTY
 
 
 def choice(alternatives: Iterable[str]) -> str:
-    """Return a choice of at least one alternative."""
+    """Return a choice of at least one alternative. Duplicates are removed."""
     distinct_alternatives = list(dict.fromkeys(alternatives))
     assert distinct_alternatives, "a choice without alternatives"
     return (
@@ -102,15 +102,16 @@ def choice(alternatives: Iterable[str]) -> str:
 
 def repeated(part: str, min_count: int, max_count: int | None) -> str:
     """Return a repetition. ``max_count`` None means unbounded."""
-    if max_count == 0 or part == NOTHING:
-        return NOTHING
+    if max_count == 0 or part == EMPTY:
+        return EMPTY
     if (min_count, max_count) == (1, 1):
         return part
-    times = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((min_count, max_count))
-    bounds = "" if max_count is None else str(max_count)
-    return (
-        f"({part}){times or (f'{{{min_count}}}' if min_count == max_count else f'{{{min_count},{bounds}}}')}"
-    )
+    quantifier = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((min_count, max_count))
+    if quantifier is None and min_count == max_count:
+        quantifier = f"{{{min_count}}}"
+    elif quantifier is None:
+        quantifier = f"{{{min_count},{'' if max_count is None else max_count}}}"
+    return f"({part}){quantifier}"
 
 
 def without(ranges: Ranges, excluded: Ranges) -> list[tuple[int, int]]:
@@ -139,14 +140,14 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _escaped_character(character: str) -> str:
     is_plain = character.isascii() and (character.isalnum() or character in _PLAIN_IN_TEXT)
-    return character if is_plain else _code(ord(character))
+    return character if is_plain else _escape(ord(character))
 
 
-def _class_character(point: int) -> str:
-    return chr(point) if point < 128 and chr(point).isalnum() else _code(point)
+def _class_character(code_point: int) -> str:
+    return chr(code_point) if code_point < 128 and chr(code_point).isalnum() else _escape(code_point)
 
 
-def _code(point: int) -> str:
-    if 0xD800 <= point <= 0xDFFF:
-        raise InputError(f"the grammar has a lone surrogate, U+{point:04X}, which UTF-8 cannot encode")
-    return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"
+def _escape(code_point: int) -> str:
+    if 0xD800 <= code_point <= 0xDFFF:
+        raise InputError(f"the grammar has a lone surrogate, U+{code_point:04X}, which UTF-8 cannot encode")
+    return f"\\u{code_point:04x}" if code_point < 0x10000 else f"\\U{code_point:08x}"

@@ -60,7 +60,7 @@ def _day(value: str) -> date | None:
 
 
 def _leap_minutes(value: str) -> int | bool | None:
-    """Return the UTC time of a leap second, in minutes from 00:00 UTC on the date of the local day.
+    """Return the UTC minute of a leap second, counted from 00:00 UTC of the local date: -1 or 1439.
 
     Returns None if the time is valid but not a leap second. Returns False if the time is invalid, or a leap
     second that is not at the end of a UTC day.
@@ -71,13 +71,13 @@ def _leap_minutes(value: str) -> int | bool | None:
     hour, minute, second, _, offset, offset_hour, offset_minute = parts.groups()
     if second != "60":
         return None
-    shift = int(offset_hour or 0) * 60 + int(offset_minute or 0)
-    minutes = int(hour) * 60 + int(minute) + (shift if offset.startswith("-") else -shift)
+    offset_minutes = int(offset_hour or 0) * 60 + int(offset_minute or 0)
+    minutes = int(hour) * 60 + int(minute) + (offset_minutes if offset.startswith("-") else -offset_minutes)
     return minutes if minutes % 1440 == 1439 else False
 
 
 def is_hostname(value: str) -> bool:
-    """Return whether a string is a host name of RFC 1123. Labels with ``xn--`` must be valid (RFC 5891)."""
+    """Return whether a string is a host name of RFC 1123. ``xn--`` labels must be A-labels of RFC 5891."""
     return len(value) <= 253 and all(map(_is_ldh_label, value.split(".")))
 
 
@@ -130,11 +130,11 @@ def is_idn_email(value: str) -> bool:
     if not (_QUOTED_LOCAL_PART if local_part.startswith('"') else _DOT_STRING).fullmatch(local_part):
         return False
     if domain.startswith("["):
-        return domain.endswith("]") and _is_address(domain[1:-1])
+        return domain.endswith("]") and _is_address_literal(domain[1:-1])
     return is_idn_hostname(domain) and not re.search("[\u3002\uff0e\uff61]", domain)
 
 
-def _is_address(text: str) -> bool:
+def _is_address_literal(text: str) -> bool:
     """Return whether a text is the content of a mailbox's address literal ``[...]``."""
     if text[:5].lower() != "ipv6:":
         return _IPV4.fullmatch(text) is not None
@@ -143,8 +143,8 @@ def _is_address(text: str) -> bool:
     except AddressValueError:
         return False
     groups = [group for group in text[5:].split(":") if group]
-    count = len(groups) + ("." in groups[-1] if groups else 0)
-    return not address.scope_id and (count <= 6 or "::" not in text)
+    num_groups_written = len(groups) + ("." in groups[-1] if groups else 0)
+    return not address.scope_id and (num_groups_written <= 6 or "::" not in text)
 
 
 def is_regex(value: str) -> bool:

@@ -18,12 +18,13 @@ from penstock.grammar.schema.regex_tree import RegexNode
 
 # -- Dates and times (RFC 3339) --------------------------------------------------------------------------
 
+# Month and day, except in February. `_DATE` adds February and the closing parenthesis.
 _MONTHS = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-_LEAP = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])-02-29"
-_LEAP_CENTURY = "(?:0[48]|[2468][048]|[13579][26])00-02-29"
+_LEAP_DAY = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])-02-29"
+_LEAP_DAY_OF_CENTURY = "(?:0[48]|[2468][048]|[13579][26])00-02-29"
 # Without the year 0000, which Python's date does not support.
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DATE = f"(?:{_YEAR}-{_MONTHS}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}|{_LEAP_CENTURY})"
+_DATE = f"(?:{_YEAR}-{_MONTHS}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_DAY}|{_LEAP_DAY_OF_CENTURY})"
 _HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _FRACTION = "(?:\\.[0-9]+)?"
 _TIME = f"{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_HOUR_MINUTE})"
@@ -32,8 +33,8 @@ _TIME = f"{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_HOUR_MINUTE})"
 def _leap_seconds() -> tuple[str, str]:
     """Return two expressions of local times equal to 23:59:60 UTC, a leap second.
 
-    In the first expression, the local day is the UTC day. In the second expression, it is the next day. UTC
-    offsets are multiples of half an hour.
+    In the first expression, the local day is the UTC day. In the second expression, the local day is the day
+    after the UTC day. UTC offsets are multiples of half an hour.
     """
     same_day = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
     next_day = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]
@@ -50,11 +51,11 @@ _DATE_TIME = (
 )
 
 # RFC 3339, appendix A.
-_DAYS = "(?:[0-9]+D)"
-_MONTHS_DAYS = f"(?:[0-9]+M{_DAYS}?)"
-_CLOCK = "T(?:[0-9]+(?:H(?:[0-9]+M(?:[0-9]+S)?)?|M(?:[0-9]+S)?|S))"
-_CALENDAR = f"[0-9]+(?:Y{_MONTHS_DAYS}?|M{_DAYS}?|D)"
-_DURATION = f"P(?:{_CALENDAR}(?:{_CLOCK})?|{_CLOCK}|[0-9]+W)"
+_DURATION_DAYS = "(?:[0-9]+D)"
+_DURATION_MONTHS = f"(?:[0-9]+M{_DURATION_DAYS}?)"
+_DURATION_TIME = "T(?:[0-9]+(?:H(?:[0-9]+M(?:[0-9]+S)?)?|M(?:[0-9]+S)?|S))"
+_DURATION_DATE = f"[0-9]+(?:Y{_DURATION_MONTHS}?|M{_DURATION_DAYS}?|D)"
+_DURATION = f"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]+W)"
 
 # -- Addresses -------------------------------------------------------------------------------------------
 
@@ -63,38 +64,38 @@ _IPV4 = f"{_BYTE}(?:\\.{_BYTE}){{3}}"
 _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
-def _ipv6(groups: int) -> str:
+def _ipv6(max_shortened_groups: int) -> str:
     """Return an expression of IPv6 addresses (RFC 4291, 2.2).
 
     Args:
-        groups: maximum number of groups in an address that contains ``::``.
+        max_shortened_groups: maximum number of groups in an address that contains ``::``.
     """
 
-    def more_groups(left: int) -> str:
+    def more_groups(max_groups: int) -> str:
         """Return the expression after a group that follows ``::``."""
-        if left == 0:
+        if max_groups == 0:
             return ""
-        options = f"{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "")
+        options = f"{_GROUP}{more_groups(max_groups - 1)}" + (f"|{_IPV4}" if max_groups >= 2 else "")
         return f"(?::(?:{options}))?"
 
-    def shortened_address(left: int) -> str:
+    def groups_after_double_colon(max_groups: int) -> str:
         """Return the expression after ``::``."""
-        if left == 0:
+        if max_groups == 0:
             return ""
-        return f"(?:{_GROUP}{more_groups(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "") + ")?"
+        return f"(?:{_GROUP}{more_groups(max_groups - 1)}" + (f"|{_IPV4}" if max_groups >= 2 else "") + ")?"
 
-    def groups_after(count: int) -> str:
-        """Return the expression after ``count`` groups at the start."""
-        if count == 8:
+    def rest_after(num_groups: int) -> str:
+        """Return the expression after ``num_groups`` groups at the start."""
+        if num_groups == 8:
             return ""
-        options = [f"{_GROUP}{groups_after(count + 1)}"]
-        if count <= groups:
-            options.append(f":{shortened_address(groups - count)}")
-        if count == 6:
+        options = [f"{_GROUP}{rest_after(num_groups + 1)}"]
+        if num_groups <= max_shortened_groups:
+            options.append(f":{groups_after_double_colon(max_shortened_groups - num_groups)}")
+        if num_groups == 6:
             options.append(_IPV4)
         return f":(?:{'|'.join(options)})"
 
-    return f"(?:::{shortened_address(groups)}|{_GROUP}{groups_after(1)})"
+    return f"(?:::{groups_after_double_colon(max_shortened_groups)}|{_GROUP}{rest_after(1)})"
 
 
 _IPV6 = _ipv6(7)
@@ -194,15 +195,16 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
 
 
 # RFC 6570, without the operators that are reserved for extensions.
-_NAME_CHARACTER = f"(?:[A-Za-z0-9_]|{_PERCENT_ESCAPE})"
-_VARIABLE = f"{_NAME_CHARACTER}(?:\\.?{_NAME_CHARACTER})*(?::[1-9][0-9]{{0,3}}|\\*)?"
-_IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS_CHARACTERS}{_PRIVATE_USE}"
-_TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_PERCENT_ESCAPE}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
+_VARIABLE_CHARACTER = f"(?:[A-Za-z0-9_]|{_PERCENT_ESCAPE})"
+_TEMPLATE_VARIABLE = f"{_VARIABLE_CHARACTER}(?:\\.?{_VARIABLE_CHARACTER})*(?::[1-9][0-9]{{0,3}}|\\*)?"
+_TEMPLATE_CHARACTERS = f"!#$&(-;=?-\\[\\]_a-z~{_UCS_CHARACTERS}{_PRIVATE_USE}"
+_TEMPLATE_EXPRESSION = f"\\{{[+#./;?&]?{_TEMPLATE_VARIABLE}(?:,{_TEMPLATE_VARIABLE})*\\}}"
+_URI_TEMPLATE = f"(?:[{_TEMPLATE_CHARACTERS}]|{_PERCENT_ESCAPE}|{_TEMPLATE_EXPRESSION})*"
 
 # RFC 6901.
-_POINTER = "(?:/[^/~]*(?:~[01][^/~]*)*)*"
+_JSON_POINTER = "(?:/[^/~]*(?:~[01][^/~]*)*)*"
 
-SUPPORTED: Mapping[str, str] = {
+SUPPORTED_FORMATS: Mapping[str, str] = {
     "date": _DATE,
     "time": f"(?:{_TIME}|{_SAME_DAY}|{_NEXT_DAY})",
     "date-time": f"(?:{_DATE_TIME})",
@@ -216,17 +218,17 @@ SUPPORTED: Mapping[str, str] = {
     "uuid": "[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{4}-[0-9A-Fa-f]{12}",
     "uri": _uri("", "", is_reference=False),
     "uri-reference": _uri("", "", is_reference=True),
-    "uri-template": _TEMPLATE,
+    "uri-template": _URI_TEMPLATE,
     "iri": _uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=False),
     "iri-reference": _uri(_UCS_CHARACTERS, _PRIVATE_USE, is_reference=True),
-    "json-pointer": _POINTER,
-    "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
+    "json-pointer": _JSON_POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_JSON_POINTER})",
 }
 """Regular expressions of the formats that a grammar can generate."""
 
 _LONG_LABEL = _label(63).replace("{0,58}", "*")
 _LONG_HOST = f"{_LONG_LABEL}(?:\\.{_LONG_LABEL})*"
-SIMPLE: Mapping[str, tuple[str, int | None]] = {
+SIMPLE_FORMATS: Mapping[str, tuple[str, int | None]] = {
     "time": (_TIME, None),
     "date-time": (f"{_DATE}[Tt]{_TIME}", None),
     "uri": (_uri("", "", is_reference=False, is_simple=True), None),
@@ -240,11 +242,11 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
 }
 """Format -> (smaller expression, maximum string length up to which all its matches are valid).
 
-Grammars that combine a format with other conditions use these expressions. Some valid values do not match. If
-the maximum length is None, all matches are valid.
+`languages` uses these expressions if the automaton of the exact expression is too large. Some valid values do
+not match. If the maximum length is None, all matches are valid.
 """
 
-UNSUPPORTED = frozenset({"regex"})
+UNSUPPORTED_FORMATS = frozenset({"regex"})
 """Formats of the standard for which no grammar is generated. Only values of enum and const are checked.
 
 Formats that the standard does not define are annotations.
@@ -264,12 +266,12 @@ _CHECKS: Mapping[str, Callable[[str], bool]] = {
 @cache
 def format_tree(name: str) -> RegexNode:
     """Return the expression of a supported format."""
-    return parse_regex(SUPPORTED[name], search=False)
+    return parse_regex(SUPPORTED_FORMATS[name], search=False)
 
 
 @cache
 def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
-    """Return the expression of a format in `SIMPLE`.
+    """Return the expression of a format in `SIMPLE_FORMATS`.
 
     Returns None for other formats, or if some matches may be invalid.
 
@@ -277,7 +279,7 @@ def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
         name: the format.
         max_count: maximum length of the matches; None means unbounded.
     """
-    expression, max_valid_length = SIMPLE.get(name, ("", 0))
+    expression, max_valid_length = SIMPLE_FORMATS.get(name, ("", 0))
     if max_valid_length is not None and (max_count is None or max_count > max_valid_length):
         return None
     return parse_regex(expression, search=False)
@@ -285,11 +287,11 @@ def simple_tree(name: str, max_count: int | None) -> RegexNode | None:
 
 @cache
 def _compiled_pattern(name: str) -> re.Pattern[str]:
-    return re.compile(SUPPORTED[name])
+    return re.compile(SUPPORTED_FORMATS[name])
 
 
 def has_format(name: str, value: str) -> bool:
     """Return whether a string has a format. Formats that the standard does not define accept all strings."""
     if name in _CHECKS:
         return _CHECKS[name](value)
-    return name not in SUPPORTED or full_match(_compiled_pattern(name), value)
+    return name not in SUPPORTED_FORMATS or full_match(_compiled_pattern(name), value)

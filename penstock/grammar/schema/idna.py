@@ -8,7 +8,7 @@ import unicodedata
 _ALWAYS_VALID = {0xDF, 0x3C2, 0x6FD, 0x6FE, 0xF0B, 0x3007}
 _NEVER_VALID = {0x640, 0x7FA, 0x302E, 0x302F, *range(0x3031, 0x3036), 0x303B}
 _OLD_HANGUL = [(0x1100, 0x11FF), (0xA960, 0xA97C), (0xD7B0, 0xD7FB)]
-_EXCLUDED_RANGES = [
+_EXCLUDED_RANGES = [  # ignorable characters and ignorable blocks of RFC 5892
     (0xFE00, 0xFE0F),
     (0x180B, 0x180F),
     (0xE0000, 0xE0FFF),
@@ -33,36 +33,36 @@ def is_u_label(label: str) -> bool:
 def _is_allowed(label: str, index: int) -> bool:
     """Return whether the character at an index is allowed there (RFC 5892, with its contextual rules)."""
     char = label[index]
-    point = ord(char)
+    code_point = ord(char)
     previous_char, next_char = label[index - 1 : index], label[index + 1 : index + 2]
-    if point in (0x200C, 0x200D):
+    if code_point in (0x200C, 0x200D):
         return bool(previous_char) and unicodedata.combining(previous_char) == 9
-    if point == 0xB7:
+    if code_point == 0xB7:
         return previous_char == next_char == "l"
-    if point == 0x375:
+    if code_point == 0x375:
         return "GREEK" in unicodedata.name(next_char, "") if next_char else False
-    if point in (0x5F3, 0x5F4):
+    if code_point in (0x5F3, 0x5F4):
         return bool(previous_char) and "HEBREW" in unicodedata.name(previous_char, "")
-    if point == 0x30FB:
+    if code_point == 0x30FB:
         words = ("HIRAGANA", "KATAKANA", "CJK UNIFIED", "IDEOGRAPHIC")
         return any(
             unicodedata.name(character, "").startswith(words) for character in label if character != char
         )
-    if 0x660 <= point <= 0x669:
+    if 0x660 <= code_point <= 0x669:
         return not any(0x6F0 <= ord(character) <= 0x6F9 for character in label)
-    if 0x6F0 <= point <= 0x6F9:
+    if 0x6F0 <= code_point <= 0x6F9:
         return not any(0x660 <= ord(character) <= 0x669 for character in label)
     return _is_valid(char)
 
 
 def _is_valid(char: str) -> bool:
     """Return whether a character is allowed at all positions of a label (PVALID of RFC 5892)."""
-    point = ord(char)
-    if point in _ALWAYS_VALID or point in _NEVER_VALID:
-        return point in _ALWAYS_VALID
-    if point < 128:
+    code_point = ord(char)
+    if code_point in _ALWAYS_VALID or code_point in _NEVER_VALID:
+        return code_point in _ALWAYS_VALID
+    if code_point < 128:
         return char == "-" or char.isdigit() or "a" <= char <= "z"
-    if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_EXCLUDED_RANGES]):
+    if any(low <= code_point <= high for low, high in [*_OLD_HANGUL, *_EXCLUDED_RANGES]):
         return False
     if unicodedata.category(char) not in ("Ll", "Lu", "Lo", "Nd", "Lm", "Mn", "Mc"):
         return False
@@ -75,11 +75,11 @@ def _satisfies_bidi_rule(label: str) -> bool:
     directions = [unicodedata.bidirectional(char) for char in label]
     if not {"R", "AL", "AN"} & set(directions):
         return True
-    last = next((direction for direction in reversed(directions) if direction != "NSM"), "")
+    last_direction = next((direction for direction in reversed(directions) if direction != "NSM"), "")
     allowed_classes = {"R", "AL", "AN", "EN", "ES", "CS", "ET", "ON", "BN", "NSM"}
     return (
         directions[0] in ("R", "AL")
         and set(directions) <= allowed_classes
-        and last in ("R", "AL", "EN", "AN")
+        and last_direction in ("R", "AL", "EN", "AN")
         and not {"EN", "AN"} <= set(directions)
     )

@@ -23,7 +23,7 @@ from penstock.grammar.schema.shapes import (
     conjoin,
 )
 
-MAX_SHAPES = 1000
+MAX_SHAPES = 1000  # of a union, not counting literals
 
 
 def intersect_all(
@@ -31,9 +31,12 @@ def intersect_all(
 ) -> list[Shape]:
     """Return the intersection of two unions of shapes, as a union of shapes.
 
+    ``node`` is the schema that error messages name.
+
     Raises:
         InputError: the result has more than `MAX_SHAPES` shapes other than literals.
-        UnsupportedSchemaError: ``patternProperties`` is combined with another schema of the same object.
+        UnsupportedSchemaError: ``patternProperties`` is combined with another schema that restricts the
+            properties of the same object.
     """
     return union([_intersections(schemas, first, second)], node)
 
@@ -79,8 +82,8 @@ def _intersect(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
         return a if has_shape(schemas, b, a.value) else None
     if isinstance(a, Numeric) and isinstance(b, Numeric):
         factor = math.lcm(a.multiple_of, b.multiple_of)
-        where = a.source if a.multiple_of > 1 else b.source
-        return Numeric(a.bounds.intersection(b.bounds), a.is_integer or b.is_integer, factor, where)
+        location = a.location if a.multiple_of > 1 else b.location
+        return Numeric(a.bounds.intersection(b.bounds), a.is_integer or b.is_integer, factor, location)
     if isinstance(a, StringShape) and isinstance(b, StringShape):
         return intersect_strings(a, b)
     if isinstance(a, Array) and isinstance(b, Array):

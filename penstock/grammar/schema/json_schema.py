@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 
 from penstock.errors import InputError, UnsupportedSchemaError
-from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, literal, repeated, sequence
+from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, choice, literal, repeated, sequence
 from penstock.grammar.schema.members import Members
 from penstock.grammar.schema.numbers import integers_between, numbers_between
 from penstock.grammar.schema.reader import Reader
@@ -29,9 +29,9 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.strings import ESCAPE, StringWriter
 from penstock.grammar.schema.unique import UniqueWriter
 
-_MAX_COUNTED = 200  # maximum number of named properties of an object with bounds on its number of properties
-_MAX_UNBOUNDED_FACTOR = 100
-_MAX_LISTED_MULTIPLES = 1000
+_MAX_NAMED_PROPERTIES = 200  # of an object with minProperties or maxProperties
+_MAX_UNBOUNDED_FACTOR = 100  # maximum multipleOf of integers without bounds
+_MAX_LISTED_MULTIPLES = 1000  # maximum number of multiples between two bounds
 
 
 def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> str:
@@ -40,14 +40,14 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
     The grammar is stricter than the schema in these respects:
 
     - Properties come in the order of the schema. If the schema names properties and does not have
-        ``additionalProperties`` or ``patternProperties``, no other properties are allowed.
+      ``additionalProperties`` or ``patternProperties``, no other properties are allowed.
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
-     no escapes.
+      no escapes.
     - White space is allowed only after ``{ [ , :`` and before ``] }``, at most 20 characters in each place.
     - Unique items with more than 8 values come in the order of the schema, except in short arrays.
     - Rare forms of formats are excluded (`formats`). If the exact grammar of a format or pattern with a
-     maximum length would be large, strings near that length are excluded (`languages`).
+      maximum length would be large, strings near the maximum length are excluded (`languages`).
 
     Args:
         schema: the result of ``json.loads``.
@@ -65,11 +65,11 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 class _Writer:
     def __init__(self, reader: Reader, compact: bool, escaped: str) -> None:
         self._reader = reader
-        self._escaped = [ord(character) for character in escaped]
+        self._escaped_code_points = [ord(character) for character in escaped]
         self._rules = EbnfRules()
-        self._strings = StringWriter(self._rules, self._escaped)
+        self._strings = StringWriter(self._rules, self._escaped_code_points)
         self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
-        self._names: dict[tuple[str, ...], str] = {}
+        self._rule_names: dict[tuple[str, ...], str] = {}
         self._pending_rules: list[tuple[Conjunction, str]] = []
         self._satisfiability = Satisfiability(reader)
 
@@ -91,9 +91,9 @@ class _Writer:
     def _value(self, conjunction: Conjunction) -> str:
         """Return the name of the rule of a value. The first call for a conjunction creates the rule."""
         key = conjunction_key(conjunction)
-        name = self._names.get(key)
+        name = self._rule_names.get(key)
         if name is None:
-            name = self._names[key] = self._rules.reserve("value")
+            name = self._rule_names[key] = self._rules.reserve("value")
             self._pending_rules.append((conjunction, name))
         return name
 
@@ -115,7 +115,7 @@ class _Writer:
         """
         if not isinstance(value, list | dict) or not value:
             return self._scalar_text(value)
-        space = self._space or NOTHING
+        space = self._space or EMPTY
         comma = sequence(literal(","), space)
         if isinstance(value, list):
             elements = f" {comma} ".join(map(self._literal, value))
@@ -129,8 +129,8 @@ class _Writer:
     def _scalar_text(self, value: object) -> str:
         """Return the literal of a scalar, an empty container or a property name."""
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        for point in self._escaped:
-            text = text.replace(chr(point), f"{ESCAPE}u{point:04x}")
+        for code_point in self._escaped_code_points:
+            text = text.replace(chr(code_point), f"{ESCAPE}u{code_point:04x}")
         return literal(text)
 
     # -- Scalars ----------------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ class _Writer:
                 f"{factor} with these bounds: only without bounds and up to {_MAX_UNBOUNDED_FACTOR}, "
                 f"or with both bounds and up to {_MAX_LISTED_MULTIPLES} multiples between them"
             )
-            raise UnsupportedSchemaError("multipleOf", shape.source, reason)
+            raise UnsupportedSchemaError("multipleOf", shape.location, reason)
         names = [self._rules.reserve("remainder") for _ in range(factor)]
         for remainder, name in enumerate(names):
             steps = [
                 sequence(literal(str(digit)), names[(10 * remainder + digit) % factor]) for digit in range(10)
             ]
-            self._rules.define(name, choice([*([NOTHING] if remainder == 0 else []), *steps]))
+            self._rules.define(name, choice([*([EMPTY] if remainder == 0 else []), *steps]))
         starts = [sequence(literal(str(digit)), names[digit % factor]) for digit in range(1, 10)]
         return self._rules.add("multiple", choice([literal("0"), f'"-"? {choice(starts)}']))
 
@@ -180,13 +180,13 @@ class _Writer:
         if max_count is not None and shape.min_count > max_count:
             return None
         if max_count == 0:
-            return sequence(literal("["), self._space or NOTHING, literal("]"))
-        comma = sequence(literal(","), self._space or NOTHING)
+            return sequence(literal("["), self._space or EMPTY, literal("]"))
+        comma = sequence(literal(","), self._space or EMPTY)
         if shape.unique_items_node is not None and (max_count is None or max_count > 1):
             return self._unique(replace(shape, max_count=max_count), comma)
         # The expression is built from its end. `rest` is the expression after the item at `index`.
         end = length if max_count is None else min(max_count, length)
-        rest = NOTHING
+        rest = EMPTY
         if max_count is None or max_count > length:
             further_item = sequence(comma, self._value(shape.items))
             num_first = max(length, 1)  # number of items before the repeated items
@@ -199,16 +199,16 @@ class _Writer:
             next_items = sequence(comma, self._value(shape.prefix[index]), rest)
             rest = next_items if shape.min_count > index else repeated(next_items, 0, 1)
         first_item = self._value(shape.item(0))
-        elements = sequence(first_item, rest, self._space or NOTHING)
+        elements = sequence(first_item, rest, self._space or EMPTY)
         content = elements if shape.min_count > 0 else repeated(elements, 0, 1)
-        return sequence(literal("["), self._space or NOTHING, content, literal("]"))
+        return sequence(literal("["), self._space or EMPTY, content, literal("]"))
 
     def _unique(self, shape: Array, comma: str) -> str | None:
         """Return the expression of an array with unique items."""
         items = UniqueWriter(self._rules, self._reader, self._literal, comma).items(shape)
         if items is None:
             return None
-        space = self._space or NOTHING
+        space = self._space or EMPTY
         return sequence(literal("["), space, items, space, literal("]"))
 
     # -- Objects ----------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ class _Writer:
             else self._unnamed_pair(shape)
         )
         is_counted = shape.min_count > len(shape.required) or shape.max_count is not None
-        if is_counted and len(names) > _MAX_COUNTED:
-            reason = f"a schema with such bounds can name at most {_MAX_COUNTED} properties"
+        if is_counted and len(names) > _MAX_NAMED_PROPERTIES:
+            reason = f"a schema with such bounds can name at most {_MAX_NAMED_PROPERTIES} properties"
             raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
         if shape.min_count > len(names) + (unnamed_pair is not None):
             if unnamed_pair is None:
@@ -234,14 +234,14 @@ class _Writer:
                 "unnamed properties may repeat a name, so they count as one property: name them in properties"
             )
             raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
-        space = self._space or NOTHING
+        space = self._space or EMPTY
         members = Members(self._rules, shape, names, is_counted, sequence(literal(","), space), space)
         pairs = [self._pair(self._scalar_text(name), shape.property(name)) for name in names]
         content = members.write(pairs, unnamed_pair)
         return None if content is None else sequence(literal("{"), space, content, literal("}"))
 
     def _pair(self, name: str, value: Conjunction) -> str:
-        return sequence(name, literal(":"), self._space or NOTHING, self._value(value))
+        return sequence(name, literal(":"), self._space or EMPTY, self._value(value))
 
     def _unnamed_pair(self, shape: Object) -> str | None:
         """Return the expression of a property that the schema does not name; None if it is impossible."""

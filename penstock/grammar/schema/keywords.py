@@ -64,13 +64,12 @@ def read_number(node: SchemaNode, keyword: str) -> Decimal | None:
     return number
 
 
-def read_counts(node: SchemaNode, min_count: str, max_count: str) -> tuple[int, int | None]:
+def read_counts(node: SchemaNode, min_keyword: str, max_keyword: str) -> tuple[int, int | None]:
     """Return (minimum, maximum) of a count: the values of two keywords, by default 0 and None.
 
     A larger maximum than `_MAX_COUNT` is replaced by `_MAX_COUNT`.
     """
-    low, high = _read_count(node, min_count), _read_count(node, max_count)
-    return low or 0, high
+    return _read_count(node, min_keyword) or 0, _read_count(node, max_keyword)
 
 
 def _read_count(node: SchemaNode, keyword: str) -> int | None:
@@ -144,15 +143,16 @@ def escape_pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def array_index(name: str) -> int:
+def array_index(pointer_part: str) -> int:
     """Return the array index that a part of a JSON pointer (RFC 6901) contains.
 
     Raises:
         IndexError: the part is not a number, or has a sign or leading zeros.
     """
-    if name != "0" and not (name.isascii() and name.isdigit() and name[0] != "0"):
-        raise IndexError(name)
-    return int(name)
+    is_positive = pointer_part.isascii() and pointer_part.isdigit() and pointer_part[0] != "0"
+    if pointer_part != "0" and not is_positive:
+        raise IndexError(pointer_part)
+    return int(pointer_part)
 
 
 def read_branches(node: SchemaNode, keyword: str) -> list[SchemaNode]:

@@ -1,4 +1,4 @@
-"""Converts the length and the conditions of a string shape to an expression, an automaton or their union."""
+"""Converts the length and conditions of a string shape to an expression, an automaton or a union of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema import regex
-from penstock.grammar.schema.automata import Automaton, Bound, TooLargeError, intersection
+from penstock.grammar.schema.automata import Automaton, LengthBound, TooLargeError, intersection
 from penstock.grammar.schema.counted import Counting, make_counting
 from penstock.grammar.schema.formats import simple_tree
 from penstock.grammar.schema.shapes import StringShape
@@ -17,31 +17,36 @@ from penstock.grammar.schema.shapes import StringShape
 
 @dataclass(frozen=True, slots=True)
 class CountedLanguage:
-    """The strings of an automaton up to a maximum length, and those of an expression if there is one."""
+    """The union of the strings of an automaton up to a maximum length and of the strings of an expression.
+
+    Attributes:
+        counting: the automaton and the maximum length.
+        expression: further strings; None if there are none.
+    """
 
     counting: Counting
     expression: regex.RegexNode | None
 
 
 Language: TypeAlias = regex.RegexNode | Automaton | CountedLanguage
-# Up to this length, all matches of the expressions in formats.SIMPLE are valid.
+# Up to this length, all matches of the expressions in `formats.SIMPLE_FORMATS` are valid.
 _SIMPLE_LENGTH = 63
 
 
 @lru_cache(maxsize=128)
-def string_language(text: StringShape) -> Language | None:
+def string_language(string_shape: StringShape) -> Language | None:
     """Return the strings of a shape with conditions; None if no string satisfies the conditions.
 
     The result is exact if `_with_length_bound` returns it or if its automaton is small. Otherwise it may
-    exclude strings near a maximum length, rare forms of a format (`formats.SIMPLE`), and strings in which one
-    part is very long (`shortened`).
+    exclude strings near a maximum length, rare forms of a format (`formats.SIMPLE_FORMATS`), and strings in
+    which one part is very long (`shortened`).
 
     Raises:
         UnsupportedSchemaError: the automaton is too large, even with these exclusions.
     """
-    required_trees = [condition.tree for condition in text.conditions if not condition.is_negated]
-    excluded_trees = [condition.tree for condition in text.conditions if condition.is_negated]
-    bound = Bound(text.min_count, text.max_count)
+    required_trees = [condition.tree for condition in string_shape.conditions if not condition.is_negated]
+    excluded_trees = [condition.tree for condition in string_shape.conditions if condition.is_negated]
+    bound = LengthBound(string_shape.min_count, string_shape.max_count)
     if len(required_trees) == 1 and not excluded_trees:
         bounded_tree = _with_length_bound(required_trees[0], bound)
         if bounded_tree is not None:
@@ -58,9 +63,9 @@ def string_language(text: StringShape) -> Language | None:
         return intersection(required_trees, excluded_trees, bound)
     except TooLargeError:
         pass
-    reduced_language = _reduced_language(text, required_trees, excluded_trees)
+    reduced_language = _reduced_language(string_shape, required_trees, excluded_trees)
     if reduced_language is None:
-        condition = text.conditions[-1]
+        condition = string_shape.conditions[-1]
         raise UnsupportedSchemaError(
             condition.keyword,
             condition.source.where,
@@ -71,23 +76,25 @@ def string_language(text: StringShape) -> Language | None:
 
 
 def _reduced_language(
-    text: StringShape, required_trees: list[regex.RegexNode], excluded_trees: list[regex.RegexNode]
+    string_shape: StringShape, required_trees: list[regex.RegexNode], excluded_trees: list[regex.RegexNode]
 ) -> Language | None:
     """Return a subset of the strings of a shape; None if each subset is too large or has no string."""
     expression = None
-    if len(required_trees) == 1 and not excluded_trees and text.max_count is not None:
-        expression = shortened(required_trees[0], text.max_count)
-        if regex.lengths(expression)[0] < text.min_count:
+    if len(required_trees) == 1 and not excluded_trees and string_shape.max_count is not None:
+        expression = shortened(required_trees[0], string_shape.max_count)
+        if regex.lengths(expression)[0] < string_shape.min_count:
             expression = None
-    for max_count in dict.fromkeys((text.max_count, _SIMPLE_LENGTH)):
-        if max_count is None or (max_count >= text.min_count and max_count <= (text.max_count or max_count)):
+    for max_count in dict.fromkeys((string_shape.max_count, _SIMPLE_LENGTH)):
+        if max_count is None or (
+            max_count >= string_shape.min_count and max_count <= (string_shape.max_count or max_count)
+        ):
             trees = [
                 (simple_tree(condition.format, max_count) if condition.format else None) or condition.tree
-                for condition in text.conditions
+                for condition in string_shape.conditions
                 if not condition.is_negated
             ]
             try:
-                automaton = intersection(trees, excluded_trees, Bound(text.min_count))
+                automaton = intersection(trees, excluded_trees, LengthBound(string_shape.min_count))
             except TooLargeError:
                 continue
             if automaton is None:
@@ -100,7 +107,7 @@ def _reduced_language(
     return expression
 
 
-def _with_length_bound(tree: regex.RegexNode, bound: Bound) -> regex.RegexNode | None:
+def _with_length_bound(tree: regex.RegexNode, bound: LengthBound) -> regex.RegexNode | None:
     """Return an expression of the texts of ``tree`` whose length is within a bound.
 
     The result is ``tree`` itself if the bound has no effect, or a single repetition with other counts.
@@ -141,24 +148,24 @@ def shortened(node: regex.RegexNode, max_count: int) -> regex.RegexNode:
         return _shortened_repeat(node, max_count)
     assert isinstance(node, regex.RegexSeq)
     lengths = [regex.lengths(part) for part in node.parts]
-    num_optional = {
+    num_optional = {  # index of a part -> optional characters; None if unbounded
         i: None if max_length is None else max_length - min_length
         for i, (min_length, max_length) in enumerate(lengths)
         if min_length != max_length
     }
-    remaining_count = max_count - low
-    max_counts = {i: min_length for i, (min_length, _) in enumerate(lengths)}
+    remaining_length = max_count - low
+    max_lengths = {i: min_length for i, (min_length, _) in enumerate(lengths)}
     # Parts with few optional characters keep all of them. The other parts get equal shares of the remaining
     # characters.
     for num_done, i in enumerate(
         sorted(num_optional, key=lambda i: (num_optional[i] is None, num_optional[i] or 0))
     ):
-        share = remaining_count // (len(num_optional) - num_done)
-        count = num_optional[i]
-        extra_count = share if count is None else min(count, share)
-        max_counts[i] += extra_count
-        remaining_count -= extra_count
-    return regex.RegexSeq(tuple(shortened(part, max_counts[i]) for i, part in enumerate(node.parts)))
+        share = remaining_length // (len(num_optional) - num_done)
+        num_optional_characters = num_optional[i]
+        extra_length = share if num_optional_characters is None else min(num_optional_characters, share)
+        max_lengths[i] += extra_length
+        remaining_length -= extra_length
+    return regex.RegexSeq(tuple(shortened(part, max_lengths[i]) for i, part in enumerate(node.parts)))
 
 
 def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNode:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, repeated, sequence
+from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, choice, repeated, sequence
 from penstock.grammar.schema.shapes import Object
 
 
 class Members:
     """Writes the members of an object: its named properties in order, then other properties.
 
-    The grammar has at most one rule per state. A state is the index of the next named property and the
-    number of members so far. If members are not counted, the state only records whether there was a member
-    before, because a comma must then precede the next member.
+    The grammar has at most one ``members`` rule per state. A state is the index of the next named property
+    and the number of members so far. If members are not counted, the state only records whether there was a
+    member before, because a comma must then precede the next member.
     """
 
     def __init__(
@@ -32,23 +32,26 @@ class Members:
             pairs: the expression of each named property, in order.
             other_member: the expression of any other member; None if there must be no other members.
         """
-        states: dict[int, str | None] = {}
+        # Number of members so far -> expression of the following members.
+        expressions: dict[int, str | None] = {}
         max_count = len(pairs) if self._counts_members else 1
         for count in range(max_count + 1):
-            states[count] = self._other_members(other_member, count)
+            expressions[count] = self._other_members(other_member, count)
         for index in range(len(pairs) - 1, -1, -1):
-            new_states: dict[int, str | None] = {}
+            new_expressions: dict[int, str | None] = {}
             for count in range((index if self._counts_members else min(index, 1)) + 1):
-                next_state = states[count + 1 if self._counts_members else 1]
+                expression_after_member = expressions[count + 1 if self._counts_members else 1]
                 options = []
-                if next_state is not None:
-                    options.append(sequence(self._comma if count else NOTHING, pairs[index], next_state))
-                state_without_member = states[count]
-                if not self._is_required[index] and state_without_member is not None:
-                    options.append(state_without_member)
-                new_states[count] = self._rules.add("members", choice(options)) if options else None
-            states = new_states
-        return states[0]
+                if expression_after_member is not None:
+                    options.append(
+                        sequence(self._comma if count else EMPTY, pairs[index], expression_after_member)
+                    )
+                expression_without_member = expressions[count]
+                if not self._is_required[index] and expression_without_member is not None:
+                    options.append(expression_without_member)
+                new_expressions[count] = self._rules.add("members", choice(options)) if options else None
+            expressions = new_expressions
+        return expressions[0]
 
     def _other_members(self, other_member: str | None, count: int) -> str | None:
         """Return the expression after the last named property; None if the bounds cannot be satisfied.
@@ -67,7 +70,7 @@ class Members:
         if num_missing > (other_member is not None) or (max_count is not None and max_count < num_missing):
             return None
         if other_member is None or max_count == 0:
-            return self._space if count else NOTHING
+            return self._space if count else EMPTY
         further_member = sequence(self._comma, other_member)
         if count:
             return self._rules.add(

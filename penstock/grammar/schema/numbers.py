@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 
-from penstock.grammar.schema.ebnf import NOTHING, choice, literal, repeated, sequence
+from penstock.grammar.schema.ebnf import EMPTY, choice, literal, repeated, sequence
 
 _DIGIT = "[0-9]"
-_MAX_FRACTION_DIGITS = 17  # maximum digits after the decimal point of bounded numbers; a float has 17
+_MAX_FRACTION_DIGITS = 17  # maximum digits after the decimal point of bounded numbers
 _EXACT_DIGITS = 15  # decimal numbers with up to this many digits are different floats
-_LARGE_BOUND = Decimal(10**14)  # if a bound is at least this large, numbers with a fraction are restricted
+# If the absolute value of a bound is at least this large, numbers with a fraction are restricted.
+_LARGE_BOUND = Decimal(10**14)
 _MAX_WITH_FRACTION = Decimal(10**9)  # maximum absolute value of restricted numbers with a fraction
 
 ANY_INTEGER = '"-"? ("0" | [1-9] [0-9]*)'
@@ -126,38 +127,42 @@ def numbers_between(bounds: Bounds) -> str | None:
 def _naturals(low: int, high: int | None) -> list[str]:
     """Return alternatives for the integers from ``low``, at least 0, to ``high``."""
     options = []
-    max_size = len(str(low)) if high is None else len(str(high))
-    for size in range(len(str(low)), max_size + 1):
-        first = 0 if size == 1 else 10 ** (size - 1)
-        last = 10**size - 1 if high is None else min(high, 10**size - 1)
+    max_digits = len(str(low)) if high is None else len(str(high))
+    for num_digits in range(len(str(low)), max_digits + 1):
+        first = 0 if num_digits == 1 else 10 ** (num_digits - 1)
+        last = 10**num_digits - 1 if high is None else min(high, 10**num_digits - 1)
         if max(low, first) <= last:
             options += _numbers_of_same_length(str(max(low, first)), str(last))
     if high is None:
-        options.append(sequence("[1-9]", repeated(_DIGIT, max_size, None)))
+        options.append(sequence("[1-9]", repeated(_DIGIT, max_digits, None)))
     return options
 
 
 def _numbers_of_same_length(low: str, high: str) -> list[str]:
     """Return alternatives for the digit strings from ``low`` to ``high``. Both have the same length."""
     if not low:
-        return [NOTHING]
+        return [EMPTY]
     if low[0] == high[0]:
         return [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
-    size = len(low) - 1
+    num_more_digits = len(low) - 1
     options = []
     if low[1:].strip("0"):
-        options += [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], "9" * size)]
+        options += [
+            sequence(literal(low[0]), rest)
+            for rest in _numbers_of_same_length(low[1:], "9" * num_more_digits)
+        ]
         first += 1
     last_options: list[str] = []
     if high[1:].strip("9"):
         last_options = [
-            sequence(literal(high[0]), rest) for rest in _numbers_of_same_length("0" * size, high[1:])
+            sequence(literal(high[0]), rest)
+            for rest in _numbers_of_same_length("0" * num_more_digits, high[1:])
         ]
         last -= 1
     if first <= last:
         digit = literal(str(first)) if first == last else f"[{first}-{last}]"
-        options.append(sequence(digit, repeated(_DIGIT, size, size)))
+        options.append(sequence(digit, repeated(_DIGIT, num_more_digits, num_more_digits)))
     return options + last_options
 
 
@@ -166,26 +171,26 @@ def _decimals(bounds: Bounds) -> Iterator[str]:
     assert bounds.low is not None
     if bounds.is_empty:
         return
-    digits = _MAX_FRACTION_DIGITS
+    max_digits = _MAX_FRACTION_DIGITS
     if bounds.excludes_low or bounds.excludes_high:
         # A number with more digits that is close to an excluded bound would be the same float as the bound.
         integer = max(int(bounds.low), int(bounds.high or 0))
-        digits = max(_EXACT_DIGITS - len(str(integer)), 1)
+        max_digits = max(_EXACT_DIGITS - len(str(integer)), 1)
     low, low_fraction = _integer_and_fraction(bounds.low)
     high, high_fraction = (None, "") if bounds.high is None else _integer_and_fraction(bounds.high)
     low_bound = (low_fraction, bounds.excludes_low)
     high_bound = (high_fraction, bounds.excludes_high)
     if low == high:
-        yield from _with_fraction(literal(str(low)), _fraction(low_bound, high_bound, digits))
+        yield from _with_fraction(literal(str(low)), _fraction(low_bound, high_bound, max_digits))
         return
-    yield from _with_fraction(literal(str(low)), _fraction(low_bound, None, digits))
+    yield from _with_fraction(literal(str(low)), _fraction(low_bound, None, max_digits))
     inner_integers = (
         _naturals(low + 1, None if high is None else high - 1) if high is None or high > low + 1 else []
     )
     if inner_integers:
-        yield from _with_fraction(choice(inner_integers), _fraction(None, None, digits))
+        yield from _with_fraction(choice(inner_integers), _fraction(None, None, max_digits))
     if high is not None:
-        yield from _with_fraction(literal(str(high)), _fraction(None, high_bound, digits))
+        yield from _with_fraction(literal(str(high)), _fraction(None, high_bound, max_digits))
 
 
 def _integer_and_fraction(value: Decimal) -> tuple[int, str]:
@@ -203,20 +208,20 @@ def _with_fraction(integer: str, fraction: tuple[bool, str | None]) -> Iterator[
         yield integer
 
 
-_Bound = tuple[str, bool] | None  # (digits after the decimal point, whether the bound is exclusive)
+_FractionBound = tuple[str, bool] | None  # (digits after the decimal point, whether the bound is exclusive)
 
 
-def _fraction(low: _Bound, high: _Bound, digits: int) -> tuple[bool, str | None]:
-    """Return (whether the fraction may be absent, expression of its digits) for at most ``digits`` digits."""
+def _fraction(low: _FractionBound, high: _FractionBound, max_digits: int) -> tuple[bool, str | None]:
+    """Return (whether the fraction may be absent, expression of its digits; None if there are none)."""
     may_be_absent = _allows_zero(low, high)
     options = []
-    if digits > 0:
+    if max_digits > 0:
         for first, last, rest_low, rest_high in _digit_ranges(low, high):
             if rest_low is None and rest_high is None:
-                rest: str | None = repeated(_DIGIT, 0, digits - 1)
+                rest: str | None = repeated(_DIGIT, 0, max_digits - 1)
             else:
-                may_end, later_digits = _fraction(rest_low, rest_high, digits - 1)
-                rest = None if later_digits is None and not may_end else NOTHING
+                may_end, later_digits = _fraction(rest_low, rest_high, max_digits - 1)
+                rest = None if later_digits is None and not may_end else EMPTY
                 if later_digits is not None:
                     rest = repeated(later_digits, 0, 1) if may_end else later_digits
             if rest is not None:
@@ -225,31 +230,34 @@ def _fraction(low: _Bound, high: _Bound, digits: int) -> tuple[bool, str | None]
     return may_be_absent, choice(options) if options else None
 
 
-def _allows_zero(low: _Bound, high: _Bound) -> bool:
+def _allows_zero(low: _FractionBound, high: _FractionBound) -> bool:
+    """Return whether a fraction of zero is within both bounds."""
     is_above = low is None or (not low[0] and not low[1])
     return is_above and not (high is not None and not high[0] and high[1])
 
 
-def _digit_ranges(low: _Bound, high: _Bound) -> Iterator[tuple[int, int, _Bound, _Bound]]:
+def _digit_ranges(
+    low: _FractionBound, high: _FractionBound
+) -> Iterator[tuple[int, int, _FractionBound, _FractionBound]]:
     """Yield (first, last, low, high): a range of the next digit, and the bounds of the digits after it."""
     if low is not None and not low[0] and not low[1]:
         low = None
-    min_count = 0 if low is None else int(low[0][:1] or "0")
-    max_count = 9 if high is None else int(high[0][:1] or "0")
-    rest_low: _Bound = None if low is None else (low[0][1:], low[1])
-    rest_high: _Bound = None if high is None else (high[0][1:], high[1])
-    if min_count == max_count:
-        yield min_count, max_count, rest_low, rest_high
+    low_digit = 0 if low is None else int(low[0][:1] or "0")
+    high_digit = 9 if high is None else int(high[0][:1] or "0")
+    rest_low: _FractionBound = None if low is None else (low[0][1:], low[1])
+    rest_high: _FractionBound = None if high is None else (high[0][1:], high[1])
+    if low_digit == high_digit:
+        yield low_digit, high_digit, rest_low, rest_high
         return
-    if min_count > max_count:
+    if low_digit > high_digit:
         return
-    first, last = min_count, max_count
+    first, last = low_digit, high_digit
     if low is not None:
-        yield min_count, min_count, rest_low, None
+        yield low_digit, low_digit, rest_low, None
         first += 1
     if high is not None:
         last -= 1
     if first <= last:
         yield first, last, None, None
     if high is not None:
-        yield max_count, max_count, None, rest_high
+        yield high_digit, high_digit, None, rest_high

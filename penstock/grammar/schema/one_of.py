@@ -33,29 +33,33 @@ def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> 
     Raises:
         UnsupportedSchemaError: two branches may overlap in any other way.
     """
-    options = [
+    shapes_by_branch = [
         intersect_all(schemas, shapes, schemas.shapes((branch,)), node)
         for branch in read_branches(node, "oneOf")
     ]
-    num_branches = Counter(
+    num_branches_by_literal = Counter(
         key
-        for option in options
-        for key in {equality_key(shape.value) for shape in option if isinstance(shape, Literal)}
+        for branch_shapes in shapes_by_branch
+        for key in {equality_key(shape.value) for shape in branch_shapes if isinstance(shape, Literal)}
     )
-    entries = [(index, shape) for index, option in enumerate(options) for shape in option]
+    entries = [  # (index of the branch, shape)
+        (branch_index, shape)
+        for branch_index, branch_shapes in enumerate(shapes_by_branch)
+        for shape in branch_shapes
+    ]
     non_literals = [entry for entry in entries if not isinstance(entry[1], Literal)]
     result: list[Shape] = []
-    for index, shape in entries:
+    for branch_index, shape in entries:
         if isinstance(shape, Literal):
-            if num_branches[equality_key(shape.value)] == 1:
-                result.append(_exclude_rivals(schemas, shape, index, non_literals, node))
-        elif not any(rival_index != index and shape == rival for rival_index, rival in non_literals):
-            result.append(_exclude_rivals(schemas, shape, index, entries, node))
+            if num_branches_by_literal[equality_key(shape.value)] == 1:
+                result.append(_exclude_rivals(schemas, shape, branch_index, non_literals, node))
+        elif not any(rival_index != branch_index and shape == rival for rival_index, rival in non_literals):
+            result.append(_exclude_rivals(schemas, shape, branch_index, entries, node))
     return union([result], node)
 
 
 def _exclude_rivals(
-    schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
+    schemas: Schemas, shape: Shape, branch_index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
 ) -> Shape:
     """Return the shape restricted so that no rival, a shape of another branch, matches its values.
 
@@ -63,10 +67,10 @@ def _exclude_rivals(
         UnsupportedSchemaError: the shape cannot be restricted in this way.
     """
     for rival_index, rival in rivals:
-        if rival_index != index and not _are_disjoint(schemas, shape, rival):
+        if rival_index != branch_index and not _are_disjoint(schemas, shape, rival):
             restricted_shape = _forbid_rival(schemas, shape, rival)
             if restricted_shape is None:
-                raise _overlap_error(node, min(index, rival_index), max(index, rival_index))
+                raise _overlap_error(node, min(branch_index, rival_index), max(branch_index, rival_index))
             shape = restricted_shape
     return shape
 
@@ -93,7 +97,11 @@ def _is_never(conjunction: Conjunction) -> bool:
 
 
 def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
-    """Return whether two shapes are known to have no common value."""
+    """Return whether two shapes are known to have no common value.
+
+    ``depth`` is the number of enclosing objects; the required properties of objects at depth 3 are not
+    compared.
+    """
     if isinstance(b, Literal):
         a, b = b, a
     if isinstance(a, Literal):

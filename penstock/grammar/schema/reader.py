@@ -1,6 +1,6 @@
 """Reads JSON schemas: converts each schema to a union of shapes, each of one JSON type.
 
-This module and `types` read all keywords. An unsupported keyword is an error that contains its name.
+This module and `types` read all keywords. An unsupported keyword raises an error that names the keyword.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.types import all_types, typed_shapes
 from penstock.grammar.schema.validator import Validator
 
-_MAX_DEPTH = 64
+_MAX_DEPTH = 64  # maximum nesting of $ref and allOf; a schema's location has at most 4 * 64 slashes
 
 
 class Reader:
@@ -85,8 +85,9 @@ class Reader:
         return shapes
 
     def _listed_values(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
-        """Return the values of the const or enum of a schema or of its $ref or allOf; None without these
-        keywords.
+        """Return the values of ``const`` or ``enum`` of the schema, or else of its ``$ref`` or ``allOf``.
+
+        Returns None if none of these schemas has ``const`` or ``enum``.
         """
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -99,10 +100,10 @@ class Reader:
         if "enum" in schema:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            values_by_identity: dict[object, object] = {}
+            distinct_values: dict[object, object] = {}
             for value in schema["enum"]:
-                values_by_identity.setdefault(equality_key(value), value)
-            return [value for value in values_by_identity.values() if _is_encodable(value)]
+                distinct_values.setdefault(equality_key(value), value)
+            return [value for value in distinct_values.values() if _is_encodable(value)]
         subschemas = [self._resolve(node)] if "$ref" in schema else []
         subschemas += read_branches(node, "allOf")
         return next(
@@ -135,7 +136,7 @@ class Reader:
         return exactly_one(self, node, shapes) if "oneOf" in schema else shapes
 
     def _applied_shapes(self, node: SchemaNode) -> Iterator[list[Shape]]:
-        """Yield a union of shapes for each keyword whose schemas apply to the same value."""
+        """Yield the union of shapes of each condition on the same value: $ref, allOf, anyOf, dependencies."""
         schema = node.schema
         if "$ref" in schema:
             yield self.shapes((self._resolve(node),))

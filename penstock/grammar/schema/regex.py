@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.grammar.schema.ebnf import NOTHING, Ranges, char_class, choice, repeated, sequence
+from penstock.grammar.schema.ebnf import EMPTY, Ranges, char_class, choice, repeated, sequence
 from penstock.grammar.schema.regex_parser import parse_pattern, parse_regex
 from penstock.grammar.schema.regex_tree import Anchor, Char, RegexAlt, RegexNode, RegexRepeat, RegexSeq
 
@@ -29,9 +29,11 @@ def lengths(node: RegexNode) -> tuple[int, int | None]:
     if isinstance(node, Char):
         return 1, 1
     if isinstance(node, RegexRepeat):
-        min_count, max_count = lengths(node.part)
-        is_unbounded = max_count is None or (node.max_count is None and max_count > 0)
-        return min_count * node.min_count, None if is_unbounded else (max_count or 0) * (node.max_count or 0)
+        min_length, max_length = lengths(node.part)
+        is_unbounded = max_length is None or (node.max_count is None and max_length > 0)
+        return min_length * node.min_count, None if is_unbounded else (max_length or 0) * (
+            node.max_count or 0
+        )
     if isinstance(node, RegexSeq):
         pairs = [lengths(part) for part in node.parts]
         return sum(low for low, _ in pairs), _sum_or_none([high for _, high in pairs])
@@ -53,7 +55,7 @@ def to_ebnf(
     Args:
         node: the tree.
         write: returns the expression of characters, given (ranges, minimum count, maximum count or None).
-        share: returns a replacement of a part of the result, for example the name of a rule with this body.
+        share: returns a replacement of the expression of an alternation, such as the name of a new rule.
     """
     if isinstance(node, Char):
         return write(node.ranges, 1, 1)
@@ -62,7 +64,7 @@ def to_ebnf(
             return write(node.part.ranges, node.min_count, node.max_count)
         return repeated(to_ebnf(node.part, write, share), node.min_count, node.max_count)
     if isinstance(node, RegexSeq):
-        return sequence(*(to_ebnf(part, write, share) for part in node.parts)) if node.parts else NOTHING
+        return sequence(*(to_ebnf(part, write, share) for part in node.parts)) if node.parts else EMPTY
     assert isinstance(node, RegexAlt)
     return share(choice(to_ebnf(option, write, share) for option in node.options))
 

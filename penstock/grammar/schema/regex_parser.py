@@ -3,7 +3,7 @@
 Character classes contain only the characters that the class has in both dialects: ECMA 262 and Python. For
 example, ``\\d`` is ``[0-9]``, because ECMA 262 has no other digits. ``\\D`` contains only ASCII characters,
 because Python's class excludes the digits of all scripts. In negated lookaheads, a class contains the
-characters of both dialects.
+characters that it has in either dialect.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from penstock.errors import InputError
 from penstock.grammar.schema.ebnf import ALL_CHARACTERS, Ranges, union, without
 from penstock.grammar.schema.regex_tree import Anchor, Char, RegexAlt, RegexNode, RegexRepeat, RegexSeq
 
-_MAX_DEPTH = 40
-_MAX_REPEAT = 100_000
+_MAX_DEPTH = 40  # maximum nesting of groups
+_MAX_REPEAT = 100_000  # maximum bound of a repetition
 _DIGITS = [(48, 57)]
 _WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
 _SPACE = [
@@ -34,7 +34,8 @@ _CLASSES = {
     "s": _SPACE_IN_BOTH_DIALECTS,
     "S": without(ALL_CHARACTERS, [*_SPACE, *_SPACE_ONLY_IN_PYTHON]),
 }
-_EITHER_DIALECT: dict[str, Ranges] = {  # characters that can belong to the class in only one dialect
+# Letter of a class -> characters that include all those which the class has in only one dialect.
+_EITHER_DIALECT: dict[str, Ranges] = {
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
     "D": without(ALL_CHARACTERS, _DIGITS),
@@ -42,7 +43,7 @@ _EITHER_DIALECT: dict[str, Ranges] = {  # characters that can belong to the clas
     "s": [*_SPACE, *_SPACE_ONLY_IN_PYTHON],
     "S": without(ALL_CHARACTERS, _SPACE_IN_BOTH_DIALECTS),
 }
-_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+_CONTROL_ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 
 
 _ANY_TEXT = RegexRepeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
@@ -98,6 +99,11 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
 def _without_end_anchors(
     tree: RegexNode, pattern: str, *, starts: bool, ends: bool, uses_union: bool = False
 ) -> RegexNode:
+    """Remove the anchors of each top-level alternative.
+
+    ``starts`` and ``ends`` are whether a match must begin at the start and end at the end of the text even
+    without anchors.
+    """
     options = tree.options if isinstance(tree, RegexAlt) else (tree,)
     result = tuple(_without_anchors(option, starts, ends, pattern, uses_union) for option in options)
     return result[0] if len(result) == 1 else RegexAlt(result)
@@ -162,7 +168,7 @@ class _Parser:
         self._position += count
 
     def lookahead(self, *, uses_union: bool) -> RegexNode:
-        """Parse the content of a lookahead up to its closing parenthesis."""
+        """Parse the content and the closing parenthesis of a lookahead."""
         self._uses_union = uses_union
         group = self.alternatives(1)
         self._uses_union = False
@@ -250,17 +256,18 @@ class _Parser:
     def _class(self) -> RegexNode:
         is_complement = self._skip_character("^")
         ranges: list[tuple[int, int]] = []
-        # Characters of members that only one dialect has. A negated class excludes them.
+        # Characters that a member may have in only one dialect. A negated class excludes them.
         either_dialect_ranges: list[tuple[int, int]] = []
         while not self._skip_character("]"):
-            low, in_either = self._member()
+            member, in_either = self._member()
             if self._peek() == "-" and self.remaining_pattern[1:2] not in ("]", ""):
                 self._position += 1
-                high, _ = self._member()
-                if not (_is_single(low) and _is_single(high)) or low[0][0] > high[0][0]:
+                last_member, _ = self._member()
+                is_range = _is_single(member) and _is_single(last_member)
+                if not is_range or member[0][0] > last_member[0][0]:
                     raise self.error("a range of characters that is out of order")
-                low, in_either = [(low[0][0], high[0][0])], []
-            ranges += low
+                member, in_either = [(member[0][0], last_member[0][0])], []
+            ranges += member
             either_dialect_ranges += in_either
         if self._uses_union:
             ranges = (
@@ -275,7 +282,7 @@ class _Parser:
         return Char(tuple(ranges))
 
     def _member(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return (characters of a class member in both dialects, characters that only one dialect has)."""
+        """Return (characters of a member in both dialects, characters that it may have in only one)."""
         char = self._next()
         if char != "\\":
             return [(ord(char), ord(char))], []
@@ -287,26 +294,26 @@ class _Parser:
         letter = self._next()
         if letter in _CLASSES:
             return list(_CLASSES[letter])
-        if letter in _CONTROLS:
-            point = _CONTROLS[letter]
+        if letter in _CONTROL_ESCAPES:
+            code_point = _CONTROL_ESCAPES[letter]
         elif letter in "xu":
-            size = 2 if letter == "x" else 4
-            digits = self.remaining_pattern[:size]
-            if len(digits) < size or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
-                raise self.error(f"a \\{letter} without its {size} hexadecimal digits")
-            self._position += size
-            point = int(digits, 16)
+            num_hex_digits = 2 if letter == "x" else 4
+            digits = self.remaining_pattern[:num_hex_digits]
+            if len(digits) < num_hex_digits or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+                raise self.error(f"a \\{letter} without its {num_hex_digits} hexadecimal digits")
+            self._position += num_hex_digits
+            code_point = int(digits, 16)
         elif letter == "0" and not _is_number(self._peek()):
-            point = 0
+            code_point = 0
         elif letter == "b" and in_class:
-            point = 8
+            code_point = 8
         elif letter.isalnum():
             raise self.error(f"\\{letter}, which is not supported,")
         else:
-            point = ord(letter)
-        if 0xD800 <= point <= 0xDFFF:
+            code_point = ord(letter)
+        if 0xD800 <= code_point <= 0xDFFF:
             raise self.error("a surrogate code point, which UTF-8 cannot encode,")
-        return [(point, point)]
+        return [(code_point, code_point)]
 
     def _peek(self) -> str:
         return self._pattern[self._position : self._position + 1]

@@ -47,7 +47,7 @@ class Satisfiability:
     """Determines whether a conjunction of schemas has at least one finite value.
 
     If every value of a recursive schema contains another value of the schema, there is no finite value. The
-    grammar of such a schema would never end.
+    grammar of such a schema would match no finite text.
     """
 
     def __init__(self, schemas: Schemas) -> None:
@@ -152,7 +152,8 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
         conjunction for name, conjunction in shape.properties.items() if name not in shape.required
     ]
     additional_properties = [] if is_closed(shape) else [shape.additional_properties]
-    # `_Writer._object` rejects schemas that need more than one property without a name in the schema.
+    # The schema of additional properties is listed once per missing property. `_Writer._object` rejects
+    # objects that need more than one additional property.
     return [
         *optional_conjunctions,
         *additional_properties * (shape.min_count - len(shape.required)),
@@ -160,7 +161,7 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
 
 
 def is_possible(shape: Shape) -> bool:
-    """Return whether the bounds and string conditions of a shape allow a value, without nested schemas."""
+    """Return whether the bounds and string conditions of a shape allow a value, ignoring nested schemas."""
     if isinstance(shape, Literal):
         return True
     if isinstance(shape, Numeric):

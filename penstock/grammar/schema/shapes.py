@@ -34,7 +34,7 @@ REFUSED_KEYWORDS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaNode:
-    """A schema and its location in the document, a JSON pointer."""
+    """A schema and its location in the document, usually a JSON pointer."""
 
     schema: Any
     where: str
@@ -54,12 +54,12 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Numeric:
-    """Numbers in an interval. ``source`` is the location of the schema, for errors."""
+    """Numbers in an interval. ``location`` is the location of the schema with multipleOf, for errors."""
 
     bounds: Bounds = UNBOUNDED
     is_integer: bool = False
     multiple_of: int = 1
-    source: str = "#"
+    location: str = "#"
 
 
 @dataclass(frozen=True, slots=True)

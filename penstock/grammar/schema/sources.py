@@ -1,5 +1,4 @@
-"""Converts a grammar of any kind to EBNF, or to a structural tag in which schemas and regular
-expressions are replaced by EBNF."""
+"""Converts a grammar to EBNF, or to a structural tag whose schemas and regular expressions are EBNF."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def grammar_source(
     """Return the grammar in a notation that the back ends compile exactly.
 
     JSON schemas, JSON objects, regular expressions and choices become EBNF. Schemas and regular expressions
-    inside structural tags become EBNF, too. xgrammar's own
-    conversion is not used, because it accepts more than the schema in some cases.
+    inside structural tags become EBNF, too. xgrammar's conversion of schemas is not used, because in some
+    cases it accepts values that the schema forbids.
 
     Args:
         grammar: a grammar of any kind.

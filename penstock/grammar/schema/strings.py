@@ -12,7 +12,7 @@ from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.counted import CountedWriter
 from penstock.grammar.schema.ebnf import (
     ALL_CHARACTERS,
-    NOTHING,
+    EMPTY,
     EbnfRules,
     Ranges,
     char_class,
@@ -26,12 +26,12 @@ from penstock.grammar.schema.languages import CountedLanguage, string_language
 from penstock.grammar.schema.shapes import StringShape
 
 # Characters that need no escape in a JSON string.
-_PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+_PLAIN_RANGES = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
 _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 # Control characters without a short escape.
 _CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
 ESCAPE = "\\"
-_MAX_COUNTED_CHARACTERS = 256
+_MAX_COUNTED_CHARACTERS = 256  # maximum length that is counted by one rule per character
 _MAX_INLINE = 60  # maximum number of characters of an expression that is written inside other rules
 _Spelling: TypeAlias = tuple[str | None, str | None]  # (class of plain characters, rule of escapes)
 
@@ -41,13 +41,15 @@ class StringWriter:
 
     Args:
         rules: receives the new rules.
-        escaped: characters that strings contain only as escapes.
+        escaped_code_points: characters that strings contain only as escapes.
     """
 
-    def __init__(self, rules: EbnfRules, escaped: list[int]) -> None:
+    def __init__(self, rules: EbnfRules, escaped_code_points: list[int]) -> None:
         self._rules = rules
-        self._escaped = escaped
-        self._plain_ranges = without(_PLAIN, [(code_point, code_point) for code_point in escaped])
+        self._escaped_code_points = escaped_code_points
+        self._plain_ranges = without(
+            _PLAIN_RANGES, [(code_point, code_point) for code_point in escaped_code_points]
+        )
 
     def text(self, shape: StringShape) -> str | None:
         """Return the name of the rule of a string shape; None if no string has the shape."""
@@ -76,14 +78,14 @@ class StringWriter:
 
     def _automaton(self, automaton: Automaton, end: str) -> str:
         """Write one rule per state of an automaton and ``end``. Return the name of the start rule."""
-        names = [self._rules.reserve("state") for _ in automaton.steps]
-        for state, row in enumerate(automaton.steps):
+        names = [self._rules.reserve("state") for _ in automaton.transitions]
+        for state, row in enumerate(automaton.transitions):
             options = [end] if automaton.accepting[state] else []
-            loop = NOTHING
+            loop = EMPTY
             for ranges, target in row:
                 if target == state:  # masks of a repeated character class take the least time
                     unescaped, escape = self._spelling(ranges)
-                    loop = f"{unescaped}*" if unescaped else NOTHING
+                    loop = f"{unescaped}*" if unescaped else EMPTY
                     if escape:
                         loop = sequence(loop, f"({sequence(escape, loop)})*")
                     continue
@@ -118,7 +120,7 @@ class StringWriter:
 
     def _characters(self, ranges: Ranges, min_count: int, max_count: int | None) -> str:
         """Return the expression of ``min_count`` to ``max_count`` characters in their shortest spelling."""
-        return self._repeated_character(self._spelling(ranges), min_count, max_count, NOTHING)
+        return self._repeated_character(self._spelling(ranges), min_count, max_count, EMPTY)
 
     def _spelling(self, ranges: Ranges) -> _Spelling:
         """Return the shortest spellings of the characters of ``ranges``: plain where possible."""
@@ -127,18 +129,18 @@ class StringWriter:
             for plain_range in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain_ranges)
             if plain_range[0] <= plain_range[1]
         ]
-        long_escape_points = [
+        long_escape_code_points = [
             *(
                 code_point
                 for first, last in _CONTROLS_WITHOUT_SHORT_ESCAPE
                 for code_point in range(first, last + 1)
             ),
-            *self._escaped,
+            *self._escaped_code_points,
         ]
-        controls = [(code_point, f"u{code_point:04x}") for code_point in long_escape_points]
+        long_escapes = [(code_point, f"u{code_point:04x}") for code_point in long_escape_code_points]
         escapes = [
             literal(f"{ESCAPE}{escape_text}")
-            for code_point, escape_text in [*_SHORT_ESCAPES.items(), *controls]
+            for code_point, escape_text in [*_SHORT_ESCAPES.items(), *long_escapes]
             if any(low <= code_point <= high for low, high in ranges)
         ]
         escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
@@ -158,11 +160,11 @@ class StringWriter:
         if unescaped is None or escape is None:
             character = unescaped or escape
             assert character is not None
-            if max_count is None or end == NOTHING:
+            if max_count is None or end == EMPTY:
                 return sequence(repeated(character, min_count, max_count), end)
             spellings = [character]
         else:
-            if (min_count, max_count) == (1, 1) and end == NOTHING:
+            if (min_count, max_count) == (1, 1) and end == EMPTY:
                 return choice([unescaped, escape])
             spellings = [unescaped, escape]
         if max_count is None:

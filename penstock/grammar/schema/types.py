@@ -34,6 +34,7 @@ from penstock.grammar.schema.shapes import (
     StringShape,
 )
 
+# Keywords whose schemas apply to the value of the schema itself.
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired")
 
 
@@ -42,13 +43,13 @@ def all_types() -> list[Shape]:
     return [Literal(None), Literal(True), Literal(False), Numeric(), StringShape(), Array(), Object()]
 
 
-def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Shape]:
+def typed_shapes(schemas: Schemas, node: SchemaNode, is_older_draft: bool) -> list[Shape]:
     """Return the shapes of each type that a schema allows, restricted by the keywords of the type.
 
     Args:
         schemas: reads nested schemas.
         node: the schema.
-        is_older: whether the document uses a draft before 2020-12.
+        is_older_draft: whether the document uses a draft before 2020-12.
     """
     types = read_types(node)
     shapes: list[Shape] = []
@@ -59,9 +60,9 @@ def typed_shapes(schemas: Schemas, node: SchemaNode, is_older: bool) -> list[Sha
     if "number" in types or "integer" in types:
         shapes.append(_numeric(node, is_integer="number" not in types))
     if "string" in types:
-        shapes.append(_text(node))
+        shapes.append(_string(node))
     if "array" in types:
-        shapes.append(_array(node, is_older))
+        shapes.append(_array(node, is_older_draft))
     if "object" in types:
         shapes.append(_object(schemas, node))
     return shapes
@@ -85,7 +86,7 @@ def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
     return Numeric(bounds, True, int(factor), node.where)
 
 
-def _text(node: SchemaNode) -> StringShape:
+def _string(node: SchemaNode) -> StringShape:
     min_count, max_count = read_counts(node, "minLength", "maxLength")
     conditions: list[Condition] = []
     pattern = node.schema.get("pattern")
@@ -96,22 +97,22 @@ def _text(node: SchemaNode) -> StringShape:
             Condition(lookahead, node, "pattern", is_negated) for lookahead, is_negated in lookaheads
         ]
     name = read_format(node)
-    if name in formats.UNSUPPORTED:
-        supported_formats = ", ".join(formats.SUPPORTED)
+    if name in formats.UNSUPPORTED_FORMATS:
+        supported_formats = ", ".join(formats.SUPPORTED_FORMATS)
         reason = f"{name!r} needs enum or const; a grammar can express {supported_formats}"
         raise UnsupportedSchemaError("format", node.where, reason)
-    if name in formats.SUPPORTED:
+    if name in formats.SUPPORTED_FORMATS:
         conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
     return StringShape(min_count, max_count, tuple(conditions))
 
 
-def _array(node: SchemaNode, is_older: bool) -> Array:
+def _array(node: SchemaNode, is_older_draft: bool) -> Array:
     schema = node.schema
     is_unique = schema.get("uniqueItems", False)
     if not isinstance(is_unique, bool):
         raise invalid_keyword(node, "uniqueItems", "true or false")
     min_count, max_count = read_counts(node, "minItems", "maxItems")
-    if "prefixItems" in schema and is_older:
+    if "prefixItems" in schema and is_older_draft:
         reason = "the draft in $schema does not define it: use draft 2020-12"
         raise UnsupportedSchemaError("prefixItems", node.where, reason)
     prefix_schemas = schema.get("prefixItems", [])
@@ -187,7 +188,7 @@ def _with_pattern_properties(schemas: Schemas, node: SchemaNode, result: Object)
     ((pattern, pattern_schema),) = patterns.items()
     if result.restricts_additional and schemas.shapes(result.additional_properties):
         raise unsupported_pattern("only where additionalProperties is false or absent")
-    names = _text(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
+    names = _string(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
     for name in {*result.properties, *result.required}:
         if has_shape(schemas, names, name):
             raise unsupported_pattern(f"the property {name!r} matches the pattern {pattern!r} too")

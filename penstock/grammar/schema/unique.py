@@ -6,23 +6,26 @@ from collections.abc import Callable, Hashable
 from math import comb
 
 from penstock.errors import UnsupportedSchemaError
-from penstock.grammar.schema.ebnf import NOTHING, EbnfRules, choice, sequence
+from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
 MAX_SUBSETS = 256  # maximum number of sets of used values without a prefix; each set is one rule
-MAX_VALUES = 1000
+MAX_VALUES = 1000  # maximum number of possible values of an item
 
 
 def has_enough_items(schemas: Schemas, shape: Array) -> bool:
-    """Return whether an array can have its minimum number of distinct items. True for unlisted values."""
+    """Return whether an array can have its minimum number of distinct items.
+
+    Returns True if the values of an item are not listed (`listed_values`).
+    """
     if shape.min_count < 2:
         return True
     if shape.prefix:
-        lists = [
+        value_lists = [
             listed_values(schemas, shape.item(i)) for i in range(min(shape.min_count, len(shape.prefix) + 1))
         ]
-        return any(list_ is None for list_ in lists) or _are_distinct(lists, shape.min_count)  # type: ignore[arg-type]
+        return any(list_ is None for list_ in value_lists) or _can_be_distinct(value_lists, shape.min_count)  # type: ignore[arg-type]
     values = listed_values(schemas, shape.items)
     return values is None or len(values) >= shape.min_count
 
@@ -77,19 +80,20 @@ class UniqueWriter:
             UnsupportedSchemaError: the possible values of an item are not listed or are more than
                 `MAX_VALUES`, or an array with a prefix has too many sets of items.
         """
-        prefix = [self._values(shape, conjunction) for conjunction in shape.prefix[: shape.max_count]]
-        rest = (
+        prefix_values = [self._values(shape, conjunction) for conjunction in shape.prefix[: shape.max_count]]
+        rest_values = (
             self._values(shape, shape.items)
-            if shape.max_count is None or shape.max_count > len(prefix)
+            if shape.max_count is None or shape.max_count > len(prefix_values)
             else []
         )
-        max_count = len(prefix) + len(rest)
+        max_count = len(prefix_values) + len(rest_values)
         max_count = max_count if shape.max_count is None else min(max_count, shape.max_count)
         if shape.min_count > max_count:
             return None
-        if not prefix and sum(comb(len(rest), size) for size in range(max_count + 1)) > MAX_SUBSETS:
-            return self._items_in_order(rest, shape.min_count, max_count)
-        return _AnyOrder(self, shape, prefix, rest, max_count).write()
+        num_subsets = sum(comb(len(rest_values), num_items) for num_items in range(max_count + 1))
+        if not prefix_values and num_subsets > MAX_SUBSETS:
+            return self._items_in_order(rest_values, shape.min_count, max_count)
+        return _AnyOrder(self, shape, prefix_values, rest_values, max_count).write()
 
     def _values(self, shape: Array, conjunction: Conjunction) -> list[object]:
         values = listed_values(self._schemas, conjunction)
@@ -110,7 +114,7 @@ class UniqueWriter:
 
     def item(self, value: object, is_first: bool) -> str:
         """Return the expression of an item. A comma precedes every item except the first."""
-        return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
+        return sequence(EMPTY if is_first else self._comma, self._rules.add("item", self._write(value)))
 
     def _items_in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
         """Return the expression of items in the order of the schema.
@@ -120,7 +124,7 @@ class UniqueWriter:
         """
         max_tracked_count = max(min_count, max_count if max_count < len(values) else 1)
         expressions: list[str | None] = [
-            NOTHING if count >= min_count else None for count in range(max_tracked_count + 1)
+            EMPTY if count >= min_count else None for count in range(max_tracked_count + 1)
         ]
         for value in reversed(values):
             new_expressions: list[str | None] = []
@@ -143,14 +147,14 @@ class _AnyOrder:
         self,
         writer: UniqueWriter,
         shape: Array,
-        prefix: list[list[object]],
-        rest: list[object],
+        prefix_values: list[list[object]],
+        rest_values: list[object],
         max_count: int,
     ) -> None:
         self._writer = writer
         self._shape = shape
-        self._prefix_values = prefix
-        self._rest_values = rest
+        self._prefix_values = prefix_values
+        self._rest_values = rest_values
         self._max_count = max_count
         self._rules_by_state: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
@@ -166,7 +170,7 @@ class _AnyOrder:
                 reason = f"with prefixItems, only up to {2 * MAX_SUBSETS} sets of items"
                 raise self._writer.unsupported_error(self._shape, reason)
             self._rules_by_state[key] = None
-            options = [NOTHING] if count >= self._shape.min_count else []
+            options = [EMPTY] if count >= self._shape.min_count else []
             if count < self._max_count:
                 values = self._prefix_values[count] if count < len(self._prefix_values) else self._rest_values
                 for value in values:
@@ -180,13 +184,13 @@ class _AnyOrder:
         return self._rules_by_state[key]
 
 
-def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
+def _can_be_distinct(value_lists: list[list[object]], min_count: int) -> bool:
     """Return whether `min_count` items can have distinct values, by bipartite matching.
 
-    Item i has a value in ``lists[i]``. Items beyond the lists have a value in the last list.
+    Item i has a value in ``value_lists[i]``, and items beyond the lists have a value in the last list.
     """
-    item_values = [*lists, *[lists[-1]] * (min_count - len(lists))]
-    if min_count > sum(map(len, lists)):
+    item_values = [*value_lists, *[value_lists[-1]] * (min_count - len(value_lists))]
+    if min_count > sum(map(len, value_lists)):
         return False
     items_by_value: dict[Hashable, int] = {}  # value -> index of the item with this value
 

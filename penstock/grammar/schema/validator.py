@@ -1,7 +1,7 @@
 """Tests whether a value satisfies a schema.
 
-The validator is used for values that a schema lists with `enum` or `const`. It also evaluates keywords that
-grammars do not support.
+The validator tests the values that a schema lists with `enum` or `const`, and property names. It also
+evaluates keywords that grammars do not support.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.grammar.schema.keywords import (
 )
 from penstock.grammar.schema.shapes import SchemaNode
 
-_MAX_DEPTH = 100
+_MAX_DEPTH = 100  # maximum nesting of schemas
 _EVALUATED_KEYWORDS = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
 # Characters that belong to the same character classes in all dialects of regular expressions.
 _PORTABLE_CHARACTERS = frozenset(map(chr, range(32, 127)))
@@ -55,12 +55,12 @@ class Validator:
             for keyword, reason in refused_keywords.items()
             if keyword not in _EVALUATED_KEYWORDS
         }
-        self._enum_identities: dict[str, frozenset[object]] = {}
+        self._enum_keys: dict[str, frozenset[object]] = {}
         self._patterns: dict[str, tuple[regex.RegexNode, list[tuple[regex.RegexNode, bool]]]] = {}
         self._depth = 0
 
     def accepts(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies a schema; False if this depends on the regular expression dialect.
+        """Return whether a value satisfies a schema; False if the result depends on the regex dialect.
 
         Raises:
             UnsupportedSchemaError: a keyword is not supported, or schemas are nested too deeply.
@@ -113,11 +113,11 @@ class Validator:
             return False
         if "enum" not in schema:
             return True
-        if node.where not in self._enum_identities:
+        if node.where not in self._enum_keys:
             if not isinstance(schema["enum"], list):
                 raise invalid_keyword(node, "enum", "an array")
-            self._enum_identities[node.where] = frozenset(map(equality_key, schema["enum"]))
-        return equality_key(value) in self._enum_identities[node.where]
+            self._enum_keys[node.where] = frozenset(map(equality_key, schema["enum"]))
+        return equality_key(value) in self._enum_keys[node.where]
 
     def _satisfies_string_keywords(self, node: SchemaNode, value: str) -> bool:
         if not _is_between(len(value), read_counts(node, "minLength", "maxLength")):
@@ -197,10 +197,10 @@ class Validator:
             if self._matches(_subschema(node, where, {"pattern": pattern}), name):
                 subschemas.append(_subschema(node, where, pattern_schema))
         if not subschemas:
-            is_matched = "additionalProperties" in schema
+            has_additional_schema = "additionalProperties" in schema
             additional_schema = (
                 schema["additionalProperties"]
-                if is_matched
+                if has_additional_schema
                 else _allows_unevaluated(node, "unevaluatedProperties")
             )
             subschemas.append(_subschema(node, "additionalProperties", additional_schema))
@@ -242,7 +242,7 @@ def _is_between(count: int, bounds: tuple[int, int | None]) -> bool:
 
 
 def _has_type(node: SchemaNode, value: object) -> bool:
-    names = {
+    type_names = {  # JSON types of each Python type
         type(None): ("null",),
         bool: ("boolean",),
         str: ("string",),
@@ -252,7 +252,7 @@ def _has_type(node: SchemaNode, value: object) -> bool:
         float: ("integer", "number") if isinstance(value, float) and value.is_integer() else ("number",),
     }
     types = read_types(node)
-    return any(name in types for name in names[type(value)])
+    return any(name in types for name in type_names[type(value)])
 
 
 def _is_in_range(node: SchemaNode, value: int | float) -> bool:

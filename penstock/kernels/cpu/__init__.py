@@ -56,7 +56,7 @@ def isa() -> str:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this CPU runs, ascending; empty without a usable library."""
+    """Return the instruction sets that this CPU supports, slowest first; empty without a usable library."""
     from penstock.kernels.cpu import library
 
     return library.available_isas()
@@ -70,7 +70,7 @@ def cpu_features() -> list[str]:
 
 
 def variants() -> list[CpuOps]:
-    """Return one instance per instruction set that this CPU runs, for the tests."""
+    """Return one `CpuOps` per instruction set that this CPU supports. For tests."""
     from penstock.kernels.cpu.library import available_isas, open_kernels
     from penstock.kernels.cpu.ops import CpuOps
 
@@ -97,8 +97,8 @@ def _warn_missing() -> None:
 
 BACKEND = Backend(
     name="cpu",
-    # Longer steps are slower per token on a CPU, because their activations do not fit in the caches.
-    sizes={"cpu": DefaultSizes(max_batch_size=32, step_tokens=1024)},
+    # Steps of more tokens take longer per token on a CPU, because their activations do not fit in the caches.
+    default_sizes={"cpu": DefaultSizes(max_batch_size=32, step_tokens=1024)},
     load=load,
     variants=variants,
     priority=10,

@@ -1,4 +1,4 @@
-"""Rotary embeddings, writes to the paged cache, attention over it, and attention of encoders."""
+"""Rotary embeddings, writes to and attention over the paged KV cache, and attention of encoders."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.experts import CpuExperts
-from penstock.kernels.cpu.linear import LONG, TYPES
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.spans import ImageSpans
 
-_CACHE_TYPES = {**TYPES, torch.int8: 2}
+_CACHE_TYPES = {**DTYPE_CODES, torch.int8: 2}
 _ENCODER_BLOCK = 16
-"""Number of tokens per block of the keys and values that `encoder_attention` copies.
+"""Tokens per block of the temporary KV cache into which `encoder_attention` copies keys and values.
 
-If no sequence of a batch is longer, and each token attends to its whole sequence, keys and values are read in
-place. The value must be that of ``MAX_SHORT`` in csrc/short_attention.inl.
+If no sequence of a batch is longer than a block, and each token attends to its whole sequence, keys and
+values are read in place. The value must be that of ``MAX_SHORT`` in csrc/short_attention.inl.
 """
 _BIAS_PADDING = 64
-"""Number of padding elements before and after each row of a bias, because the kernel reads whole tiles."""
-_MAX_HEAD = 1024
+"""Padding elements before and after the bias of each head. The kernel reads whole tiles of the bias."""
+_MAX_HEAD_DIM = 1024
 """Largest head size. Sums of more integer products could overflow 32 bits (csrc/attention_tile.inl)."""
 
 
@@ -38,23 +38,24 @@ class CpuAttention(CpuExperts):
     def rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
     ) -> tuple[Tensor, Tensor]:
-        kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
-        tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-        if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
+        dtype_code, q_strides, k_strides = DTYPE_CODES.get(q.dtype), q.stride(), k.stride()
+        tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        heads_fit = q_strides[2] == k_strides[2] == 1
+        if dtype_code is None or not heads_fit or k.dtype != q.dtype or not tables_fit:
             self._fall_back(
                 "rotary",
                 {
-                    f"{q.dtype} activations": kind is not None,
-                    "strided heads": q_strides[2] == k_strides[2] == 1,
+                    f"{q.dtype} activations": dtype_code is not None,
+                    "strided heads": heads_fit,
                     f"{k.dtype} keys": k.dtype == q.dtype,
-                    "tables that are not contiguous float32": tables,
+                    "tables that are not contiguous float32": tables_fit,
                 },
             )
             return super().rotary(q, k, cos, sin, is_interleaved=is_interleaved)
         q_out, k_out = self._empty(q.shape, q.dtype), self._empty(k.shape, k.dtype)
         rows, heads, dim = q.shape
         self._kernels.rotary(
-            kind,
+            dtype_code,
             q.data_ptr(),
             k.data_ptr(),
             cos.data_ptr(),
@@ -75,16 +76,16 @@ class CpuAttention(CpuExperts):
         return q_out, k_out
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        kind, k_strides, v_strides = TYPES.get(k.dtype), k.stride(), v.stride()
+        dtype_code, k_strides, v_strides = DTYPE_CODES.get(k.dtype), k.stride(), v.stride()
         cache, slots = kv.cache, kv.slots
-        cache_kind = _CACHE_TYPES.get(cache.dtype)
+        cache_dtype_code = _CACHE_TYPES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
-        if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
+        if dtype_code is None or cache_dtype_code is None or not rows_fit or not cache.is_contiguous():
             self._fall_back(
                 "store_kv",
                 {
-                    f"{k.dtype} keys": kind is not None,
-                    f"a {cache.dtype} cache": cache_kind is not None,
+                    f"{k.dtype} keys": dtype_code is not None,
+                    f"a {cache.dtype} cache": cache_dtype_code is not None,
                     "this memory layout": rows_fit and cache.is_contiguous(),
                 },
             )
@@ -93,8 +94,8 @@ class CpuAttention(CpuExperts):
         assert slots.dtype == torch.int64
         assert slots.is_contiguous()
         self._kernels.store_kv(
-            kind,
-            cache_kind,
+            dtype_code,
+            cache_dtype_code,
             k.data_ptr(),
             v.data_ptr(),
             cache.data_ptr(),
@@ -120,27 +121,27 @@ class CpuAttention(CpuExperts):
         sinks: Tensor | None = None,
         spans: ImageSpans | None = None,
     ) -> Tensor:
-        cache, tables, strides = kv.cache, kv.block_tables, q.stride()
-        kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
+        cache, block_tables, q_strides = kv.cache, kv.block_tables, q.stride()
+        dtype_code, cache_dtype_code = DTYPE_CODES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
         block_size, dim = cache.shape[3:]
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
-        rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
-        if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
+        rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD_DIM and q_strides[2] == 1 and block_tables.stride(1) == 1
+        if dtype_code is None or cache_dtype_code is None or not (blocks_fit and rows_fit):
             self._fall_back(
                 "attention",
                 {
-                    f"{q.dtype} queries": kind is not None,
-                    f"a {cache.dtype} cache": cache_kind is not None,
+                    f"{q.dtype} queries": dtype_code is not None,
+                    f"a {cache.dtype} cache": cache_dtype_code is not None,
                     f"cache blocks of {block_size} tokens (a power of two, at least 16)": blocks_fit,
-                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": dim % 8 == 0
-                    and dim <= _MAX_HEAD,
-                    "strided queries or block tables": strides[2] == tables.stride(1) == 1,
+                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD_DIM})": dim % 8 == 0
+                    and dim <= _MAX_HEAD_DIM,
+                    "strided queries or block tables": q_strides[2] == block_tables.stride(1) == 1,
                 },
             )
             return super().attention(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
-        assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
+        assert block_tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
             sinks = self._keep_alive(sinks.float().contiguous())
         if spans is None:
@@ -159,7 +160,7 @@ class CpuAttention(CpuExperts):
         for part in spans.parts:
             out[part.rows] = self._attend(
                 q[part.rows],
-                replace(kv, block_tables=tables[part.sequences]),
+                replace(kv, block_tables=block_tables[part.sequences]),
                 part.row_offsets,
                 part.lengths,
                 scale=scale,
@@ -183,15 +184,15 @@ class CpuAttention(CpuExperts):
         bias: Tensor | None = None,
         blocks: SequenceBlocks | None = None,
     ) -> Tensor:
-        kind, dim = TYPES.get(q.dtype), q.shape[2]
-        fits = dim % 8 == 0 and dim <= _MAX_HEAD
+        dtype_code, dim = DTYPE_CODES.get(q.dtype), q.shape[2]
+        dim_fits = dim % 8 == 0 and dim <= _MAX_HEAD_DIM
         rows_fit = q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype == q.dtype
-        if kind is None or not fits or not rows_fit:
+        if dtype_code is None or not dim_fits or not rows_fit:
             self._fall_back(
                 "encoder_attention",
                 {
-                    f"{q.dtype} queries": kind is not None,
-                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": fits,
+                    f"{q.dtype} queries": dtype_code is not None,
+                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD_DIM})": dim_fits,
                     "strided heads or mixed types": rows_fit,
                 },
             )
@@ -202,14 +203,14 @@ class CpuAttention(CpuExperts):
             blocks = self.sequence_blocks(row_offsets)
         if bias is not None:
             bias = F.pad(bias.float(), (_BIAS_PADDING, _BIAS_PADDING)).contiguous()
-        tables, num_blocks = blocks.tables, blocks.num_blocks
-        is_short = tables.shape[1] == 1 and not is_causal
+        block_tables, num_blocks = blocks.block_tables, blocks.num_blocks
+        is_short = block_tables.shape[1] == 1 and not is_causal
         if is_short and (window is None or window >= _ENCODER_BLOCK - 1):
             return self._attend_short(q, k, v, row_offsets, scale=scale, bias=bias)
         cache = self._scratch((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
-        kv = LayerKV(cache, tables, blocks.slots, None if window is None else window + 1)
+        kv = LayerKV(cache, block_tables, blocks.slots, None if window is None else window + 1)
         self.store_kv(k, v, kv)
-        longest = tables.shape[1] * _ENCODER_BLOCK
+        max_len = block_tables.shape[1] * _ENCODER_BLOCK
         return self._attend(
             q,
             kv,
@@ -218,7 +219,7 @@ class CpuAttention(CpuExperts):
             scale=scale,
             soft_cap=None,
             sinks=None,
-            keys_ahead=0 if is_causal else longest if window is None else window,
+            keys_ahead=0 if is_causal else max_len if window is None else window,
             bias=bias,
         )
 
@@ -230,14 +231,14 @@ class CpuAttention(CpuExperts):
         row_offsets: Tensor,  # [B + 1]
         *,
         scale: float,
-        bias: Tensor | None,  # [H, 2P - 1 and padding]
+        bias: Tensor | None,  # [H, 2P - 1 + 2 * _BIAS_PADDING]
     ) -> Tensor:  # [T, H, D]
         """Call the kernel for sequences of up to `_ENCODER_BLOCK` tokens."""
         out = self._empty(q.shape, q.dtype)
         rows, heads, dim = q.shape
-        is_long = rows * _ENCODER_BLOCK * heads * dim > LONG
+        is_long = rows * _ENCODER_BLOCK * heads * dim > LONG_KERNEL
         (self._kernels.long_short_attention if is_long else self._kernels.short_attention)(
-            TYPES[q.dtype],
+            DTYPE_CODES[q.dtype],
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
@@ -267,25 +268,26 @@ class CpuAttention(CpuExperts):
         soft_cap: float | None,
         sinks: Tensor | None,  # [H]
         keys_ahead: int,
-        bias: Tensor | None,  # [H, 2P - 1 and padding]
+        bias: Tensor | None,  # [H, 2P - 1 + 2 * _BIAS_PADDING]
     ) -> Tensor:  # [T, H, D]
-        """Call the kernel for attention over the paged cache.
+        """Call the kernel for attention over the paged KV cache.
 
-        A query sees up to ``keys_ahead`` keys after its position. With 0, attention is causal.
+        A query attends to up to ``keys_ahead`` keys after its position. If ``keys_ahead`` is 0, attention is
+        causal.
         """
-        cache, tables = kv.cache, kv.block_tables
+        cache, block_tables = kv.cache, kv.block_tables
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         rows, heads, _ = q.shape
         out = self._empty(q.shape, q.dtype)
-        is_long = rows * tables.shape[1] * block_size * heads * dim > LONG
+        is_long = rows * block_tables.shape[1] * block_size * heads * dim > LONG_KERNEL
         (self._kernels.long_attention if is_long else self._kernels.attention)(
-            TYPES[q.dtype],
+            DTYPE_CODES[q.dtype],
             _CACHE_TYPES[cache.dtype],
             q.data_ptr(),
             cache.data_ptr(),
             _scales_address(kv),
             out.data_ptr(),
-            tables.data_ptr(),
+            block_tables.data_ptr(),
             row_offsets.data_ptr(),
             lengths.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
@@ -298,7 +300,7 @@ class CpuAttention(CpuExperts):
             dim,
             q.stride(0),
             q.stride(1),
-            tables.stride(0),
+            block_tables.stride(0),
             kv.window or 0,
             int(kv.is_chunked),
             keys_ahead,
@@ -315,15 +317,15 @@ class CpuAttention(CpuExperts):
 
 
 def _make_sequence_blocks(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
-    """Return the blocks of sequences with the row offsets ``[B + 1]``."""
+    """Return the blocks of sequences whose row offsets are ``offsets [B + 1]``."""
     lengths = np.diff(offsets)
-    counts = -(-lengths // _ENCODER_BLOCK)  # [B] blocks
-    first = counts.cumsum() - counts  # [B] first block of each sequence
-    num_blocks, longest = int(counts.sum()), int(counts.max(initial=0))
-    tables = np.minimum(first[:, None] + np.arange(longest), num_blocks - 1).astype(np.int32)
-    slots = np.arange(offsets[-1]) + (first * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
+    block_counts = -(-lengths // _ENCODER_BLOCK)  # [B]
+    first_blocks = block_counts.cumsum() - block_counts  # [B]
+    num_blocks, table_width = int(block_counts.sum()), int(block_counts.max(initial=0))
+    block_tables = np.minimum(first_blocks[:, None] + np.arange(table_width), num_blocks - 1).astype(np.int32)
+    slots = np.arange(offsets[-1]) + (first_blocks * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
     return SequenceBlocks(
-        torch.from_numpy(tables),
+        torch.from_numpy(block_tables),
         torch.from_numpy(slots),
         torch.from_numpy(lengths.astype(np.int32)),
         num_blocks,
@@ -332,7 +334,7 @@ def _make_sequence_blocks(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
 
 @lru_cache(maxsize=128)
 def _make_single_sequence_blocks(length: int) -> SequenceBlocks:
-    """Return the blocks of one sequence. Callers must not modify the tensors, which are cached."""
+    """Return the blocks of one sequence. They are cached, so callers must not modify the tensors."""
     return _make_sequence_blocks(np.array([0, length]))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.collectives import Collectives
 from penstock.kernels.cpu.convolution import CpuConvolution
-from penstock.kernels.cpu.linear import TYPES
+from penstock.kernels.cpu.linear import DTYPE_CODES
 
 
 class CpuCollectives(CpuConvolution):
@@ -17,50 +17,50 @@ class CpuCollectives(CpuConvolution):
     """
 
     def all_reduce(self, x: Tensor, ranks: Collectives) -> Tensor:
-        kind, region = TYPES.get(x.dtype), ranks.region
-        if kind is None or not region or x.dim() != 2 or x.stride(1) != 1:
+        dtype_code, region = DTYPE_CODES.get(x.dtype), ranks.region
+        if dtype_code is None or not region or x.dim() != 2 or x.stride(1) != 1:
             return ranks.all_reduce(x)
         out = self._empty(x.shape, x.dtype)
         rows, width = x.shape
         pointers = (x.data_ptr(), x.stride(0), out.data_ptr())
-        self._kernels.long_all_reduce(kind, *pointers, rows, width, region, ranks.rank)
+        self._kernels.long_all_reduce(dtype_code, *pointers, rows, width, region, ranks.rank)
         ranks.check()
         return out
 
     def all_gather(self, x: Tensor, ranks: Collectives, widths: tuple[int, ...]) -> Tensor:
-        region, size = ranks.region, x.element_size()
+        region, element_bytes = ranks.region, x.element_size()
         if not region or x.stride(1) != 1:
             return ranks.all_gather(x, widths)
         assert x.shape[1] == widths[ranks.rank]
         out = self._empty((x.shape[0], sum(widths)), x.dtype)
-        table = self._keep_alive(torch.tensor(widths, dtype=torch.int64))
+        widths_tensor = self._keep_alive(torch.tensor(widths, dtype=torch.int64))
         self._kernels.long_all_gather(
-            size,
+            element_bytes,
             x.data_ptr(),
-            x.stride(0) * size,
+            x.stride(0) * element_bytes,
             out.data_ptr(),
             x.shape[0],
-            table.data_ptr(),
+            widths_tensor.data_ptr(),
             region,
             ranks.rank,
         )
         ranks.check()
         return out
 
-    def embedding_part(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
+    def embedding_part(self, tokens: Tensor, table: Tensor, first_token_id: int) -> Tensor:
         if tokens.dtype != torch.int64 or not tokens.is_contiguous() or table.stride(1) != 1:
             self._fall_back("embedding_part", {"strided tokens or tables": False})
-            return super().embedding_part(tokens, table, first)
+            return super().embedding_part(tokens, table, first_token_id)
         out = self._empty((len(tokens), table.shape[1]), table.dtype)
-        size = table.element_size()
+        element_bytes = table.element_size()
         self._kernels.embedding_part(
             tokens.data_ptr(),
             table.data_ptr(),
             out.data_ptr(),
             len(tokens),
-            first,
+            first_token_id,
             len(table),
-            table.shape[1] * size,
-            table.stride(0) * size,
+            table.shape[1] * element_bytes,
+            table.stride(0) * element_bytes,
         )
         return out

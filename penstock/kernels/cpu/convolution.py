@@ -1,4 +1,7 @@
-"""Operations of audio codecs with C++ kernels. Dense convolutions run on the kernel of linear layers."""
+"""Operations of audio codecs with C++ kernels.
+
+Convolutions with one group use the kernel of linear layers.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,37 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
-from penstock.kernels.cpu.elementwise import CpuElementwise
-from penstock.kernels.cpu.linear import LONG, TYPES
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
+from penstock.kernels.cpu.recurrent import CpuRecurrent
 from penstock.kernels.reference.convolution import apply_to_sequences
 
 
-class CpuConvolution(CpuElementwise):
+class CpuConvolution(CpuRecurrent):
     """Convolutions and other operations of audio codecs, for float32 and bfloat16 activations."""
 
     def conv1d(self, x: Tensor, packed: PackedConv1d, row_offsets: Tensor) -> Tensor:
-        kinds = {
-            f"{x.dtype} activations": x.dtype in TYPES,
+        supported = {
+            f"{x.dtype} activations": x.dtype in DTYPE_CODES,
             "this memory layout": x.dim() == 2 and x.stride(1) == 1,
             f"{packed.groups} groups of {packed.in_channels} channels": packed.weight is None,
         }
-        if not all(kinds.values()):
-            self._fall_back("conv1d", kinds)
+        if not all(supported.values()):
+            self._fall_back("conv1d", supported)
         return super().conv1d(x, packed, row_offsets)
 
     def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
-        taps, kind = packed.taps, TYPES.get(x.dtype)
+        taps, dtype_code = packed.taps, DTYPE_CODES.get(x.dtype)
         rows = packed.output_length(len(x))
-        if taps is None or kind is None or x.stride(1) != 1 or not rows:
+        if taps is None or dtype_code is None or x.stride(1) != 1 or not rows:
             return super()._conv1d(x, packed)
         assert x.shape[1] == packed.in_channels, "a layer of another width"
         assert taps.dtype == torch.float32
         assert taps.is_contiguous()
         bias = packed.bias
         out = self._empty((rows, packed.out_channels), x.dtype)
-        is_long = rows * packed.out_channels * packed.kernel_size > LONG
+        is_long = rows * packed.out_channels * packed.kernel_size > LONG_KERNEL
         (self._kernels.long_depthwise_conv1d if is_long else self._kernels.depthwise_conv1d)(
-            kind,
+            dtype_code,
             x.data_ptr(),
             taps.data_ptr(),
             0 if bias is None else bias.data_ptr(),
@@ -58,63 +61,65 @@ class CpuConvolution(CpuElementwise):
         return super().conv_transpose1d(x, packed, row_offsets)
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-        kind = TYPES.get(x.dtype)
-        if kind is None or x.dim() != 2 or x.stride(1) != 1 or not _are_floats(alpha, beta):
+        dtype_code = DTYPE_CODES.get(x.dtype)
+        if dtype_code is None or x.dim() != 2 or x.stride(1) != 1 or not _are_floats(alpha, beta):
             self._fall_back("snake", {f"{x.dtype} activations or this memory layout": False})
             return super().snake(x, alpha, beta)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), alpha.data_ptr(), beta.data_ptr(), out.data_ptr())
-        self._kernels.snake(kind, *pointers, *x.shape, x.stride(0))
+        self._kernels.snake(dtype_code, *pointers, *x.shape, x.stride(0))
         return out
 
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
-        kind = TYPES.get(x.dtype)
+        dtype_code = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 2 and x.stride(1) == y.stride(1) == 1 and x.dtype == y.dtype and x.shape == y.shape
-        if kind is None or not fits or not _are_floats(factors):
+        if dtype_code is None or not fits or not _are_floats(factors):
             self._fall_back("add_scaled", {f"{x.dtype} activations or this memory layout": False})
             return super().add_scaled(x, y, factors)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), y.data_ptr(), factors.data_ptr(), out.data_ptr())
-        self._kernels.add_scaled(kind, *pointers, *x.shape, x.stride(0), y.stride(0))
+        self._kernels.add_scaled(dtype_code, *pointers, *x.shape, x.stride(0), y.stride(0))
         return out
 
     def group_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
     ) -> Tensor:
-        kind = TYPES.get(x.dtype)
-        if kind is None or x.stride(1) != 1 or x.shape[1] % groups or not _are_floats(weight, bias):
+        dtype_code = DTYPE_CODES.get(x.dtype)
+        if dtype_code is None or x.stride(1) != 1 or x.shape[1] % groups or not _are_floats(weight, bias):
             self._fall_back("group_norm", {f"{x.dtype} activations or this memory layout": False})
             return super().group_norm(x, weight, bias, groups, eps, row_offsets)
 
         def norm(sequence: Tensor) -> Tensor:
             out = self._empty(sequence.shape, sequence.dtype)
             pointers = (sequence.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr())
-            self._kernels.group_norm(kind, *pointers, *sequence.shape, groups, sequence.stride(0), eps)
+            self._kernels.group_norm(dtype_code, *pointers, *sequence.shape, groups, sequence.stride(0), eps)
             return out
 
         return apply_to_sequences(norm, x, row_offsets)
 
     def polar(self, x: Tensor, limit: float) -> Tensor:
-        kind = TYPES.get(x.dtype)
-        if kind is None or x.dim() != 2 or x.stride(1) != 1:
+        dtype_code = DTYPE_CODES.get(x.dtype)
+        if dtype_code is None or x.dim() != 2 or x.stride(1) != 1:
             self._fall_back("polar", {f"{x.dtype} activations or this memory layout": False})
             return super().polar(x, limit)
         out = self._empty(x.shape, torch.float32)
         rows, width = x.shape
-        self._kernels.polar(kind, x.data_ptr(), out.data_ptr(), rows, width // 2, x.stride(0), limit)
+        self._kernels.polar(dtype_code, x.data_ptr(), out.data_ptr(), rows, width // 2, x.stride(0), limit)
         return out
 
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
-        size = frames.shape[1]
+        frame_size = frames.shape[1]
         fits = frames.dtype == torch.float32 and frames.stride(1) == 1 and _are_floats(squares)
-        if not fits or size % hop:
-            self._fall_back("overlap_add", {f"hops of {hop} in frames of {size}, or this layout": False})
+        if not fits or frame_size % hop:
+            self._fall_back(
+                "overlap_add", {f"hops of {hop} in frames of {frame_size}, or this layout": False}
+            )
             return super().overlap_add(frames, squares, hop, row_offsets)
 
         def add(sequence: Tensor) -> Tensor:
             out = self._empty((len(sequence) * hop,), torch.float32)
             pointers = (sequence.data_ptr(), squares.data_ptr(), out.data_ptr())
-            self._kernels.overlap_add(*pointers, len(sequence), size, hop, sequence.stride(0))
+            self._kernels.overlap_add(*pointers, len(sequence), frame_size, hop, sequence.stride(0))
             return out
 
         return apply_to_sequences(add, frames, row_offsets)

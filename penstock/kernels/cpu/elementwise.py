@@ -7,24 +7,28 @@ from torch import Tensor
 
 from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.cpu.attention import CpuAttention
-from penstock.kernels.cpu.linear import ACTIVATIONS, TYPES
+from penstock.kernels.cpu.linear import ACTIVATION_CODES, DTYPE_CODES
 from penstock.kernels.experts import ClampedSwiGLU
 
 _SCALE, _SOFT_CAP, _CLAMP = 5, 6, 7
-"""Function numbers of the kernel ``change`` for functions that are not activations."""
+"""Function codes of the kernel ``change`` (csrc/elementwise.inl) for functions that are not activations."""
 
 
 class CpuElementwise(CpuAttention):
     """Norms and elementwise operations with C++ kernels, for float32 and bfloat16 activations."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
-        if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
+        dtype_code, weight_dtype_code, strides = (
+            DTYPE_CODES.get(x.dtype),
+            DTYPE_CODES.get(weight.dtype),
+            x.stride(),
+        )
+        if dtype_code is None or weight_dtype_code is None or len(strides) not in (2, 3) or strides[-1] != 1:
             self._fall_back(
                 "rms_norm",
                 {
-                    f"{x.dtype} activations": kind is not None,
-                    f"{weight.dtype} weights": weight_kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
+                    f"{weight.dtype} weights": weight_dtype_code is not None,
                     "this memory layout": len(strides) in (2, 3) and strides[-1] == 1,
                 },
             )
@@ -32,8 +36,8 @@ class CpuElementwise(CpuAttention):
         out = self._empty(x.shape, x.dtype)
         *outer, inner, width = x.shape
         self._kernels.rms_norm(
-            kind,
-            weight_kind,
+            dtype_code,
+            weight_dtype_code,
             x.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
@@ -47,15 +51,15 @@ class CpuElementwise(CpuAttention):
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
+        dtype_code, weight_dtype_code = DTYPE_CODES.get(x.dtype), DTYPE_CODES.get(weight.dtype)
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
-        if kind is None or weight_kind is None or not fits:
+        if dtype_code is None or weight_dtype_code is None or not fits:
             self._fall_back(
                 "add_rms_norm",
                 {
-                    f"{x.dtype} activations": kind is not None,
-                    f"{weight.dtype} weights": weight_kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
+                    f"{weight.dtype} weights": weight_dtype_code is not None,
                     "this memory layout or mixed types": fits,
                 },
             )
@@ -63,8 +67,8 @@ class CpuElementwise(CpuAttention):
         normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
         rows, width = x.shape
         self._kernels.add_rms_norm(
-            kind,
-            weight_kind,
+            dtype_code,
+            weight_dtype_code,
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -79,15 +83,19 @@ class CpuElementwise(CpuAttention):
         return normed, total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
-        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
+        dtype_code, weight_dtype_code, strides = (
+            DTYPE_CODES.get(x.dtype),
+            DTYPE_CODES.get(weight.dtype),
+            x.stride(),
+        )
+        weights_fit = weight_dtype_code is not None and bias.dtype == weight.dtype
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
         weights_fit = weights_fit and weight.shape in (x.shape[-1:], x.shape[-2:])
-        if kind is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
+        if dtype_code is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
             self._fall_back(
                 "layer_norm",
                 {
-                    f"{x.dtype} activations": kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
                     f"{weight.dtype} or strided weights": weights_fit,
                     "this memory layout": len(strides) in (2, 3) and strides[-1] == 1,
                 },
@@ -96,8 +104,8 @@ class CpuElementwise(CpuAttention):
         out = self._empty(x.shape, x.dtype)
         *outer, inner, width = x.shape
         self._kernels.layer_norm(
-            kind,
-            weight_kind,
+            dtype_code,
+            weight_dtype_code,
             x.data_ptr(),
             weight.data_ptr(),
             bias.data_ptr(),
@@ -120,8 +128,8 @@ class CpuElementwise(CpuAttention):
         normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
         rows, width = x.shape
         self._kernels.add_layer_norm(
-            TYPES[x.dtype],
-            TYPES[weight.dtype],
+            DTYPE_CODES[x.dtype],
+            DTYPE_CODES[weight.dtype],
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -144,22 +152,27 @@ class CpuElementwise(CpuAttention):
         out = self._empty(x.shape, x.dtype)
         rows, width = x.shape
         pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr())
-        kinds = (TYPES[x.dtype], TYPES[weight.dtype])
-        self._kernels.layer_norm_of_sum(*kinds, *pointers, rows, x.stride(0), residual.stride(0), width, eps)
+        dtype_codes = (DTYPE_CODES[x.dtype], DTYPE_CODES[weight.dtype])
+        self._kernels.layer_norm_of_sum(
+            *dtype_codes, *pointers, rows, x.stride(0), residual.stride(0), width, eps
+        )
         return out
 
     def _can_norm_sum(self, name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:
-        """Return whether the kernels support the norm of ``x + residual``. Logs the cause if not."""
+        """Return whether the C++ kernel supports the norm of ``x + residual``.
+
+        If not, log why (`_fall_back`).
+        """
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
-        weights_fit = weight.dtype in TYPES and bias.dtype == weight.dtype
+        weights_fit = weight.dtype in DTYPE_CODES and bias.dtype == weight.dtype
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
-        if x.dtype in TYPES and weights_fit and fits:
+        if x.dtype in DTYPE_CODES and weights_fit and fits:
             return True
         self._fall_back(
             name,
             {
-                f"{x.dtype} activations": x.dtype in TYPES,
+                f"{x.dtype} activations": x.dtype in DTYPE_CODES,
                 f"{weight.dtype} or strided weights": weights_fit,
                 "this memory layout or mixed types": fits,
             },
@@ -167,31 +180,31 @@ class CpuElementwise(CpuAttention):
         return False
 
     def sequence_means(self, x: Tensor, row_offsets: Tensor) -> Tensor:
-        kind, strides, count = TYPES.get(x.dtype), x.stride(), len(row_offsets) - 1
+        dtype_code, strides, num_sequences = DTYPE_CODES.get(x.dtype), x.stride(), len(row_offsets) - 1
         offsets_fit = row_offsets.dtype == torch.int32 and row_offsets.is_contiguous()
-        if kind is None or strides[1] != 1 or not offsets_fit:
+        if dtype_code is None or strides[1] != 1 or not offsets_fit:
             self._fall_back(
                 "sequence_means",
                 {
-                    f"{x.dtype} activations": kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
                     "this memory layout": strides[1] == 1,
                     f"{row_offsets.dtype} or strided row offsets": offsets_fit,
                 },
             )
             return super().sequence_means(x, row_offsets)
-        out = self._empty((count, x.shape[1]), torch.float32)
+        out = self._empty((num_sequences, x.shape[1]), torch.float32)
         pointers = (x.data_ptr(), row_offsets.data_ptr(), out.data_ptr())
-        self._kernels.sequence_means(kind, *pointers, count, x.shape[1], strides[0])
+        self._kernels.sequence_means(dtype_code, *pointers, num_sequences, x.shape[1], strides[0])
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()
+        dtype_code, x_strides, y_strides = DTYPE_CODES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
-        if kind is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
+        if dtype_code is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
             self._fall_back(
                 "add",
                 {
-                    f"{x.dtype} activations": kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
                     "this memory layout": rows_fit,
                     "operands of different types or shapes": x.dtype == y.dtype and x.shape == y.shape,
                 },
@@ -199,70 +212,75 @@ class CpuElementwise(CpuAttention):
             return super().add(x, y)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), y.data_ptr(), out.data_ptr())
-        self._kernels.add(kind, *pointers, *x.shape, x_strides[0], y_strides[0])
+        self._kernels.add(dtype_code, *pointers, *x.shape, x_strides[0], y_strides[0])
         return out
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        out = self._change(x, ACTIVATIONS[activation], 0.0)
+        out = self._apply_function(x, ACTIVATION_CODES[activation], 0.0)
         if out is None:
             self._fall_back("activation", _elementwise_conditions(x))
             return super().activation(x, activation)
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        out = self._change(x, _SCALE, factor)
+        out = self._apply_function(x, _SCALE, factor)
         if out is None:
             self._fall_back("scale", _elementwise_conditions(x))
             return super().scale(x, factor)
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        out = self._change(x, _SOFT_CAP, cap)
+        out = self._apply_function(x, _SOFT_CAP, cap)
         if out is None:
             self._fall_back("soft_cap", _elementwise_conditions(x))
             return super().soft_cap(x, cap)
         return out
 
     def clamp(self, x: Tensor, limit: float) -> Tensor:
-        out = self._change(x, _CLAMP, limit)
+        out = self._apply_function(x, _CLAMP, limit)
         if out is None:
             self._fall_back("clamp", _elementwise_conditions(x))
             return super().clamp(x, limit)
         return out
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
-        kind, strides = TYPES.get(x.dtype), x.stride()
-        if kind is None or len(strides) != 2 or strides[1] != 1:
+        dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
+        if dtype_code is None or len(strides) != 2 or strides[1] != 1:
             self._fall_back("xielu", _elementwise_conditions(x))
             return super().xielu(x, parameters)
         out = self._empty(x.shape, x.dtype)
         p = parameters
         factors = (p.positive, p.negative, p.slope, p.eps)
-        self._kernels.xielu(kind, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
+        self._kernels.xielu(dtype_code, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
         return out
 
-    def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:
-        """Apply a function to each element of ``x [T, F]``.
+    def _apply_function(self, x: Tensor, function: int, factor: float) -> Tensor | None:
+        """Return the result of a function for each element of ``x [T, F]``.
 
-        Returns None if no kernel supports its type or layout.
+        Returns None if the kernel does not support the type or layout of x.
+
+        Args:
+            x: the elements.
+            function: one of `ACTIVATION_CODES`, `_SCALE`, `_SOFT_CAP` or `_CLAMP`.
+            factor: the parameter of the function. Activations ignore it.
         """
-        kind, strides = TYPES.get(x.dtype), x.stride()
-        if kind is None or len(strides) != 2 or strides[1] != 1:
+        dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
+        if dtype_code is None or len(strides) != 2 or strides[1] != 1:
             return None
         out = self._empty(x.shape, x.dtype)
-        self._kernels.change(kind, function, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], factor)
+        self._kernels.change(dtype_code, function, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], factor)
         return out
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        kind, strides = TYPES.get(x.dtype), x.stride()
-        if kind is None or len(strides) != 2 or strides[1] != 1:
+        dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
+        if dtype_code is None or len(strides) != 2 or strides[1] != 1:
             self._fall_back("gated_activation", _elementwise_conditions(x))
             return super().gated_activation(x, activation)
         rows, width = x.shape
         out = self._empty((rows, width // 2), x.dtype)
         self._kernels.gated_activation(
-            kind,
-            ACTIVATIONS[activation],
+            dtype_code,
+            ACTIVATION_CODES[activation],
             x.data_ptr(),
             out.data_ptr(),
             rows,
@@ -272,19 +290,20 @@ class CpuElementwise(CpuAttention):
         return out
 
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
-        kind, strides = TYPES.get(x.dtype), x.stride()
-        if kind is None or len(strides) != 2 or strides[1] != 1:
+        dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
+        if dtype_code is None or len(strides) != 2 or strides[1] != 1:
             self._fall_back("clamped_swiglu", _elementwise_conditions(x))
             return super().clamped_swiglu(x, gate)
         rows, width = x.shape[0], x.shape[1] // 2
         out = self._empty((rows, width), x.dtype)
         pointers = (x.data_ptr(), out.data_ptr())
-        self._kernels.clamped_swiglu(kind, *pointers, rows, width, strides[0], gate.alpha, gate.limit)
+        self._kernels.clamped_swiglu(dtype_code, *pointers, rows, width, strides[0], gate.alpha, gate.limit)
         return out
 
 
 def _elementwise_conditions(x: Tensor) -> dict[str, bool]:
+    """Return the conditions of `_fall_back` for kernels that read ``x [T, F]``."""
     return {
-        f"{x.dtype} activations": x.dtype in TYPES,
+        f"{x.dtype} activations": x.dtype in DTYPE_CODES,
         "this memory layout": x.dim() == 2 and x.stride(1) == 1,
     }

@@ -1,6 +1,6 @@
-"""Experts of mixture-of-experts layers, in one kernel call.
+"""The experts of a mixture-of-experts layer, computed by one call of a C++ kernel.
 
-The kernel reads the weights of all experts through a table of their addresses.
+The kernel finds the weights of the experts through a table of addresses.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.linear import (
-    ACTIVATIONS,
-    LONG,
+    ACTIVATION_CODES,
+    DTYPE_CODES,
+    LONG_KERNEL,
     PANELS,
-    TYPES,
     CpuLinear,
     supports_dtype,
     supports_order,
 )
-from penstock.kernels.cpu.packing import ENCODINGS
+from penstock.kernels.cpu.packing import ENCODING_CODES
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-_CLAMPED_SWIGLU = 5  # number of this gating in csrc, after those of `ACTIVATIONS`
+_CLAMPED_SWIGLU = 5  # code of clamped SwiGLU in csrc/experts.inl; the codes 0 to 4 are `ACTIVATION_CODES`
 
 
 @dataclass(frozen=True, slots=True)
 class _AddressTable:
-    """Addresses of the weights of N experts that have the same encoding and shape."""
+    """Addresses of the weights of N experts whose layers have equal encodings, shapes and bias types."""
 
     addresses: Tensor  # [N, 2, 4] int64: panels, scales, order and bias of gate_up and down; 0 for none
-    gate_up: PackedLinear  # of the first expert; all experts have its encoding and shape
-    down: PackedLinear
-    names: frozenset[str]  # checkpoint names of all layers
+    gate_up: PackedLinear  # of the first expert
+    down: PackedLinear  # of the first expert
+    slice_names: frozenset[str]  # `PackedExperts.slice_names`
 
 
 class CpuExperts(CpuLinear):
-    """Experts with C++ kernels, for float32 and bfloat16 activations without adapters on experts.
+    """Experts with C++ kernels, for float32 and bfloat16 activations.
 
-    Other calls use the inherited method.
+    Calls that the kernel does not support, such as calls with adapters on experts, use the base class.
 
     Args:
         kernels: the kernels of one instruction set.
@@ -64,16 +64,22 @@ class CpuExperts(CpuLinear):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        table, kind, (row_stride, stride) = self._get_table(packed), TYPES.get(x.dtype), x.stride()
+        table, dtype_code, (row_stride, stride) = (
+            self._get_table(packed),
+            DTYPE_CODES.get(x.dtype),
+            x.stride(),
+        )
         types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
         rows_fit = stride == topk_weights.stride(1) == topk_ids.stride(1) == 1 and topk_ids.shape[1] > 0
-        has_adapters = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
-        if table is None or kind is None or has_adapters or not (types_fit and rows_fit):
+        has_adapters = (
+            lora is not None and table is not None and not table.slice_names.isdisjoint(lora.matrices)
+        )
+        if table is None or dtype_code is None or has_adapters or not (types_fit and rows_fit):
             self._fall_back(
                 "experts",
                 {
                     "experts that differ in encoding, layout or shape": table is not None,
-                    f"{x.dtype} activations": kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
                     "adapters on experts": not has_adapters,
                     "this routing type or memory layout": types_fit and rows_fit,
                 },
@@ -84,13 +90,14 @@ class CpuExperts(CpuLinear):
             self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
-        assert (hidden, rows, rows) == (gate_up.in_features, len(topk_weights), len(topk_ids)), "other sizes"
-        gate, alpha, limit = _gating_arguments(gating)
+        expected_sizes = (gate_up.in_features, len(topk_weights), len(topk_ids))
+        assert (hidden, rows, rows) == expected_sizes, "x, topk_weights or topk_ids has the wrong size"
+        gating_code, alpha, limit = _gating_arguments(gating)
         out = self._empty(x.shape, x.dtype)
-        is_long = 3 * rows * top * hidden * inner > LONG
+        is_long = 3 * rows * top * hidden * inner > LONG_KERNEL
         bad_index = (self._kernels.long_experts if is_long else self._kernels.experts)(
-            kind,
-            gate,
+            dtype_code,
+            gating_code,
             x.data_ptr(),
             row_stride,
             topk_ids.data_ptr(),
@@ -102,11 +109,11 @@ class CpuExperts(CpuLinear):
             rows,
             top,
             len(packed.down),
-            ENCODINGS[gate_up.encoding],
-            ENCODINGS[down.encoding],
+            ENCODING_CODES[gate_up.encoding],
+            ENCODING_CODES[down.encoding],
             hidden,
             inner,
-            packed.first,
+            packed.first_id,
             int(packed.is_part),
             alpha,
             limit,
@@ -116,17 +123,17 @@ class CpuExperts(CpuLinear):
         return out
 
     def _get_table(self, packed: PackedExperts) -> _AddressTable | None:
-        """Return the table of experts, built on first use; None if the kernel does not support them."""
+        """Return the table of ``packed``; None if the kernel does not support its experts."""
         if packed not in self._tables:
             self._tables[packed] = _build_table(packed)
         return self._tables[packed]
 
 
 def _build_table(packed: PackedExperts) -> _AddressTable | None:
-    """Return the table of experts.
+    """Return the table of ``packed``; None if the kernel does not support its experts.
 
-    Returns None if a layer is not in panels, if the experts differ in encoding or shape, or if the shapes of
-    gate_up and down do not match.
+    The kernel requires layers in panels whose inputs it can permute. All experts must have equal encodings,
+    shapes and bias types, and the shapes of gate_up and down must match.
     """
     if not (_are_uniform(packed.gate_up) and _are_uniform(packed.down)):
         return None
@@ -141,20 +148,20 @@ def _build_table(packed: PackedExperts) -> _AddressTable | None:
 
 
 def _gating_arguments(gating: Gating) -> tuple[int, float, float]:
-    """Return the number of a gating in csrc, and its parameters alpha and limit."""
+    """Return the code of a gating in csrc/experts.inl, and alpha and limit of clamped SwiGLU (else 0)."""
     if isinstance(gating, ClampedSwiGLU):
         return _CLAMPED_SWIGLU, gating.alpha, gating.limit
-    return ACTIVATIONS[gating], 0.0, 0.0
+    return ACTIVATION_CODES[gating], 0.0, 0.0
 
 
 def _are_uniform(linears: Sequence[PackedLinear]) -> bool:
-    """Return whether all layers are in panels, in a supported order, and equal in `_properties`."""
+    """Return whether all layers are in panels with an input order that kernels support, and in one format."""
     fit = all(linear.layout == PANELS and supports_order(linear) for linear in linears)
-    return fit and len({_properties(linear) for linear in linears}) == 1
+    return fit and len({_format(linear) for linear in linears}) == 1
 
 
-def _properties(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:
-    """Return encoding, inputs, outputs and bias type."""
+def _format(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:
+    """Return the encoding, the number of inputs and outputs, and the bias type of a layer."""
     bias = None if linear.bias is None else linear.bias.dtype
     return linear.encoding, linear.in_features, linear.out_features, bias
 
@@ -166,5 +173,8 @@ def _tensor_addresses(linear: PackedLinear) -> list[int]:
 
 
 def _is_supported(linear: PackedLinear, dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports activations of this type, and the bias has the same type."""
+    """Return whether the kernel supports a layer with activations of type ``dtype``.
+
+    The bias must have the same type.
+    """
     return supports_dtype(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)

@@ -1,4 +1,4 @@
-"""Compiles recorded steps for the C++ kernels."""
+"""`CpuGraphCompiler`: records steps and compiles them for the C++ kernels."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
-_MAX_SPARE_ARENA = 16 << 20
-"""An arena has twice the required size, so that it rarely grows, but at most this size in bytes.
+_MAX_SPARE_ARENA_BYTES = 16 << 20
+"""Maximum bytes of an arena that is larger than required.
 
-If more is required, the arena has the required size.
+An arena has twice the required bytes, so that it rarely grows, but at most this number of bytes, or the
+required bytes if they are more.
 """
 
 
 class CpuGraphCompiler(GraphCompiler):
     """Records steps and compiles the recordings.
 
-    Graphs share an arena, because steps never run concurrently. Recording computes nothing: no kernel
-    runs. The results of `capture` are the results of a first replay.
+    Graphs share an arena, because steps never run concurrently. Recording runs no kernels. The results of
+    `capture` are those of a first replay.
 
     Args:
-        ops: the operations to record on.
+        ops: the operations whose kernels the graphs run.
     """
 
     max_rows = 128
@@ -45,22 +46,25 @@ class CpuGraphCompiler(GraphCompiler):
         shapes = _ShapeOps(self.ops)
         plan = record(shapes, inputs, lambda ops: step(ops, inputs))
         required = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
-        if required > len(self._arena):  # graphs that exist keep the previous arena
-            self._arena = torch.empty(max(required, min(2 * required, _MAX_SPARE_ARENA)), dtype=torch.uint8)
+        if required > len(self._arena):  # existing graphs keep the previous arena
+            self._arena = torch.empty(
+                max(required, min(2 * required, _MAX_SPARE_ARENA_BYTES)), dtype=torch.uint8
+            )
         graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
         return graph, graph.replay(list(inputs.values()))
 
 
 class _ShapeOps(CpuOps):
-    """Operations that compute nothing and return tensors of the right shapes.
+    """Operations that return uninitialized tensors of the right shapes, for `record`.
 
-    Their memory is allocated but not written to, so that the system provides no pages for large tensors.
+    The tensors are allocated but not written to, so that the operating system provides no pages for large
+    tensors.
     """
 
     def __init__(self, ops: CpuOps) -> None:
         super().__init__(capturing_kernels(ops.isa, []))
         self._tables = ops._tables  # all compiled steps share the tables of experts
-        self.scratch_bytes = 0
+        self.scratch_bytes = 0  # maximum scratch memory of an operation so far
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
@@ -71,8 +75,8 @@ class _ShapeOps(CpuOps):
 
 
 def make_graph_compiler(ops: Ops) -> CpuGraphCompiler | None:
-    """Return the compiler of these operations, or None if their class is not exactly `CpuOps`.
+    """Return the compiler of ``ops``; None if their class is a subclass of `CpuOps` or unrelated to it.
 
-    A subclass overrides methods, which compiled kernels would not call.
+    Compiled steps would ignore the methods that a subclass overrides.
     """
     return CpuGraphCompiler(ops) if type(ops) is CpuOps else None

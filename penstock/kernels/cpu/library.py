@@ -22,16 +22,22 @@ from penstock.kernels.ops import OPERATIONS
 _LOG = logging.getLogger(__name__)
 
 ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
-"""The instruction sets that the library has kernels for, ascending."""
+"""The instruction sets for which the library has kernels. A CPU that supports one supports all before it."""
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
+"""The shared library."""
 
-ABI = 20
-"""Version of the argument structs and the panels. ``penstock_abi`` in csrc/host.cpp returns the version of a
-library."""
+ABI = 22
+"""The version of the argument structs and panel layouts that this module requires of the library.
+
+``penstock_abi`` in csrc/host.cpp returns the version of the library.
+"""
 
 Kernel = Callable[..., int]
-"""A C function. Returns -1, or the index of a bad value, such as a token outside its table."""
+"""A C function.
+
+Returns -1, or the index of an invalid value, such as a token id outside the embedding table.
+"""
 
 FUNCTIONS: Mapping[str, CFunction] = {
     "pack": CFunction("2q P q 4P 2q"),  # packs weights; not part of a step
@@ -39,18 +45,19 @@ FUNCTIONS: Mapping[str, CFunction] = {
     "from_rank_0": CFunction("P q P q", can_be_long=True),  # copies sampled tokens in a `CompiledLoop`
     **{name: function for row in OPERATIONS.values() for name, function in row.functions.items()},
 }
-"""The C functions by name: the functions of the table of operations, and the functions listed above."""
+"""The C functions by name: the functions of `OPERATIONS`, and those above that belong to no operation."""
 
 
 class Kernels:
     """The C functions of one instruction set, as attributes.
 
-    Their arguments are the fields of the structs in csrc, in order. ``long_<name>`` releases the GIL while it
-    runs. Acquiring the GIL again takes 100 us if another Python thread is busy, so short calls keep it.
+    The arguments of a function are the fields of its struct in csrc, in order. ``long_<name>`` releases the
+    GIL while it runs. Acquiring the GIL again takes 100 us if another Python thread is busy, so short calls
+    keep it.
 
     Args:
         isa: the instruction set.
-        functions: name of an attribute -> function.
+        functions: the C functions by attribute name.
     """
 
     def __init__(self, isa: str, functions: Mapping[str, Kernel]) -> None:
@@ -64,7 +71,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """A kernel call that is recorded to run later."""
+    """A kernel call that was captured instead of run; ``arguments`` are the bytes of its struct in csrc."""
 
     name: str
     arguments: bytes
@@ -72,7 +79,7 @@ class CapturedCall:
 
 @cache
 def open_kernels(isa: str) -> Kernels:
-    """Return the kernels compiled for ``isa``; the library must exist."""
+    """Return the kernels compiled for ``isa``. The library must be usable."""
     keeping_gil, releasing_gil = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
     functions = {name: _function(keeping_gil, name, isa) for name in FUNCTIONS}
     for name, function in FUNCTIONS.items():
@@ -83,7 +90,7 @@ def open_kernels(isa: str) -> Kernels:
 
 
 def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
-    """Return kernels that append their calls to ``captured`` instead of computing."""
+    """Return kernels that append their calls to ``captured`` instead of running."""
 
     def capture(name: str) -> Kernel:
         pack = struct.Struct(FUNCTIONS[name].arguments).pack
@@ -102,19 +109,19 @@ def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
 
 
 class CoreContention(ctypes.Structure):
-    """The use of the cores by other processes in recent steps; ``CoreContention`` in csrc/plan.inl."""
+    """The state of ``CoreContention`` in csrc/plan.inl: how long compiled steps run on a single thread."""
 
     _fields_ = (("alone_until", ctypes.c_int64), ("pause", ctypes.c_int64))
 
 
 class CompiledSteps:
-    """Captured calls that run in order as one call, in one parallel region.
+    """Captured kernel calls that run in order in one library call, with one parallel region.
 
     Args:
         isa: the instruction set of the kernels.
-        captured: the calls; the memory that they point to must outlive this object.
-        releases_gil: whether to release the GIL while the calls run.
-        contention: shared by all compiled steps of a session, see csrc/plan.inl.
+        captured: the kernel calls. The memory that they point to must outlive this object.
+        releases_gil: whether the library call releases the GIL.
+        contention: read and updated by each library call, see csrc/plan.inl.
     """
 
     def __init__(
@@ -132,23 +139,23 @@ class CompiledSteps:
         return len(self._table.names)
 
     def __call__(self) -> str | None:
-        """Run all calls. Return the name of the first kernel with a bad argument, or None."""
+        """Run all kernel calls. Return the name of a kernel that got an invalid value; None if none did."""
         failed_call = self._function(*self._arguments)
         return None if failed_call < 0 else self._table.names[failed_call]
 
 
 class CompiledLoop:
-    """Captured calls that run repeatedly within one C call, which releases the GIL.
+    """The captured kernel calls of one step, repeated for several steps in one library call.
 
-    The last captured call samples one token per row. It writes the tokens to the memory from which the first
-    call reads them.
+    The library call releases the GIL. The last kernel of a step writes one sampled token per row to
+    ``tokens``, from which the first kernel of the next step reads them.
 
     Args:
         isa: the instruction set of the kernels.
-        captured: the calls; the memory that they point to must outlive this object.
+        captured: the kernel calls of a step. The memory that they point to must outlive this object.
         tokens: address of the sampled tokens, ``[rows]`` int64.
         rows: number of rows.
-        contention: shared by all compiled steps of a session, see csrc/plan.inl.
+        contention: read and updated by each library call, see csrc/plan.inl.
     """
 
     def __init__(
@@ -176,25 +183,27 @@ class CompiledLoop:
         sampled_tokens: int,
         num_steps: int,
     ) -> tuple[int, str | None]:
-        """Run the calls once per step.
+        """Run up to ``num_steps`` steps.
 
         Args:
-            step_inputs: destination address, source address and bytes per step of each input that differs
-                between steps.
-            stop_tokens: address of the stop tokens of each row, ``[rows, n]`` int64, and n.
+            step_inputs: for each input that differs between steps: destination address, source address, and
+                bytes per step.
+            stop_tokens: address of the stop tokens ``[rows, n]`` int64, padded with -1, and n.
             sampled_tokens: address to which the sampled tokens ``[num_steps, rows]`` int64 are written.
-            num_steps: maximum number of steps. Fewer run if every row has ended.
+            num_steps: maximum number of steps. The loop ends early once every row has sampled a stop token.
 
         Returns:
-            The number of steps that ran, and the name of the first kernel with a bad argument or None.
+            The number of steps that ran, and the name of a kernel that got an invalid value, or None.
         """
-        arguments = self._loop
-        table = (_StepInput * len(step_inputs))(*(_StepInput(*step_input) for step_input in step_inputs))
-        arguments.step_inputs, arguments.num_step_inputs = ctypes.addressof(table), len(step_inputs)
-        arguments.stop_tokens, arguments.num_stop_tokens = stop_tokens
-        arguments.sampled_tokens, arguments.num_steps = sampled_tokens, num_steps
-        failed_call = self._function(ctypes.addressof(arguments), ctypes.addressof(self._contention))
-        return arguments.steps_run, None if failed_call < 0 else self._table.names[failed_call]
+        loop = self._loop
+        input_table = (_StepInput * len(step_inputs))(
+            *(_StepInput(*step_input) for step_input in step_inputs)
+        )
+        loop.step_inputs, loop.num_step_inputs = ctypes.addressof(input_table), len(step_inputs)
+        loop.stop_tokens, loop.num_stop_tokens = stop_tokens
+        loop.sampled_tokens, loop.num_steps = sampled_tokens, num_steps
+        failed_call = self._function(ctypes.addressof(loop), ctypes.addressof(self._contention))
+        return loop.steps_run, None if failed_call < 0 else self._table.names[failed_call]
 
 
 class _StepInput(ctypes.Structure):
@@ -222,16 +231,16 @@ class _LoopArguments(ctypes.Structure):
 
 
 class _CallTable:
-    """Captured calls as an array of ``PlanOperation`` (csrc/plan.inl), which the library reads."""
+    """Captured kernel calls as an array of ``PlanOperation`` (csrc/plan.inl)."""
 
     def __init__(self, isa: str, captured: Sequence[CapturedCall]) -> None:
         library = ctypes.PyDLL(str(PATH))
         self.names = [call.name for call in captured]
         packed = b"".join(call.arguments for call in captured)
         self._arguments = ctypes.create_string_buffer(packed, len(packed))
-        addresses, address = [], ctypes.addressof(self._arguments)
+        argument_addresses, address = [], ctypes.addressof(self._arguments)
         for call in captured:
-            addresses.append(address)
+            argument_addresses.append(address)
             address += len(call.arguments)
         operations = {
             name: ctypes.addressof(ctypes.c_char.in_dll(library, f"penstock_{name}_operation_{isa}"))
@@ -239,7 +248,7 @@ class _CallTable:
         }
         pointers = [
             pointer
-            for name, arguments in zip(self.names, addresses, strict=True)
+            for name, arguments in zip(self.names, argument_addresses, strict=True)
             for pointer in (operations[name], arguments)
         ]
         self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
@@ -249,13 +258,13 @@ class _CallTable:
 def _count_progress(library: ctypes.CDLL) -> None:
     """Make the kernels count completed work in the progress counter of this process.
 
-    The supervisor of a worker reads this counter to detect hangs.
+    The supervisor process of a worker reads the counter to detect hangs.
     """
     try:
         function = library.penstock_count_progress_in
     except AttributeError:
         _LOG.warning(
-            "%s is older than this package: rebuild it, or a long kernel may be mistaken for a hang",
+            "%s is older than this package: rebuild it, or a supervisor may take a long kernel for a hang",
             PATH.name,
         )
         return
@@ -274,7 +283,7 @@ def is_usable() -> bool:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Return the instruction sets that this CPU runs, ascending; empty without a usable library."""
+    """Return those of `ISAS` that this CPU supports, in this order; empty without a usable library."""
     if not is_usable():
         return ()
     best: int = ctypes.PyDLL(str(PATH)).penstock_best_isa()
@@ -305,6 +314,7 @@ def cpu_features() -> list[str]:
 
 
 def _function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
+    """Return a C function of the library that takes the fields of its struct as Python arguments."""
     function = library[f"penstock_{name}_{isa}"]
     # The arguments are packed into bytes: ctypes takes 1.1 us to convert 11 arguments, packing takes 0.25 us.
     function.argtypes = [ctypes.c_char_p]

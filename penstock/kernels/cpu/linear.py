@@ -13,7 +13,7 @@ from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.activations import Activation
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
-from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels, pack_rows, panels_size
+from penstock.kernels.cpu.packing import ENCODING_CODES, is_quantized, pack_panels, pack_rows, panels_size
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
@@ -23,31 +23,34 @@ from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Numbers of the activation types that the kernels support, as in csrc."""
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+"""Codes, in csrc, of the activation types that the kernels support."""
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-"""Numbers of the activations in csrc."""
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+"""Codes of the activation functions in csrc/elementwise.inl."""
 
-LONG = 1 << 27
-"""A kernel with more multiplications than this takes milliseconds and releases the GIL."""
+LONG_KERNEL = 1 << 27
+"""A kernel call with more multiplications than this takes milliseconds, so it releases the GIL."""
 
 
 _SLICE_BYTES = 2 << 20
-"""Bytes of a slice of an unpacked weight. A slice is packed and multiplied before the next slice is packed.
+"""Maximum bytes of a slice of an unpacked weight, unless one panel is larger.
 
 A slice fits in the cache of a core.
+
+`CpuLinear` packs and multiplies a slice before it packs the next slice.
 """
 
 
 def _from_panels(packed: PackedLinear) -> Mapping[str, Tensor]:
+    """Return the tensors of a packed weight in rows, as `LinearEncoding.pack` returns them."""
     panels = encoding_named(packed.encoding).panels
     assert panels is not None, f"{packed.encoding} weights have no panels"
     return panels.from_panels(packed.tensors, packed.out_features, packed.in_features)
 
 
 PANELS = Layout("panels", _from_panels)
-"""The layout that `kernels.panels` defines for each encoding."""
+"""The panel layout, which `LinearEncoding.panels` defines for each encoding."""
 
 
 class CpuLinear(ReferenceOps):
@@ -77,7 +80,7 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        if encoding not in ENCODINGS:
+        if encoding not in ENCODING_CODES:
             self._fall_back("pack_linear", {f"encoding {encoding}": False})
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
@@ -94,7 +97,7 @@ class CpuLinear(ReferenceOps):
         slices: Sequence[LinearSlice] = (),
         order: Tensor | None = None,
     ) -> PackedLinear:
-        if encoding not in ENCODINGS or encoding_named(encoding).is_float:
+        if encoding not in ENCODING_CODES or encoding_named(encoding).is_float:
             self._fall_back("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
@@ -103,7 +106,7 @@ class CpuLinear(ReferenceOps):
         return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout, order)
 
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
-        return encoding in ENCODINGS
+        return encoding in ENCODING_CODES
 
     def _pack(
         self,
@@ -141,13 +144,13 @@ class CpuLinear(ReferenceOps):
         if lora is None or lora.for_slices(part.name for part in packed.slices) is None:
             return self._product(x, packed, activation)
         y = self._add_lora(self._product(x, packed, None), x, packed, lora)
-        function, address = ACTIVATIONS[activation], y.data_ptr()
-        self._kernels.change(TYPES[y.dtype], function, address, address, *y.shape, y.stride(0), 0.0)
+        function, address = ACTIVATION_CODES[activation], y.data_ptr()
+        self._kernels.change(DTYPE_CODES[y.dtype], function, address, address, *y.shape, y.stride(0), 0.0)
         return y
 
     def _product(self, x: Tensor, packed: PackedLinear, activation: Activation | None) -> Tensor:
-        """Return the product with the bias and the activation, without adapters."""
-        assert x.shape[1] == packed.in_features, "a layer of another width"
+        """Return the activation of ``x [T, in]`` times the weight plus the bias, without adapters."""
+        assert x.shape[1] == packed.in_features, "x has not as many columns as the layer has inputs"
         y = self._empty((x.shape[0], packed.out_features), x.dtype)
         tensors = packed.tensors
         if isinstance(tensors, LazyWeight) and tensors.parts:
@@ -166,13 +169,16 @@ class CpuLinear(ReferenceOps):
         order: Tensor | None = None,
         activation: Activation | None = None,
     ) -> None:
-        """Write ``x [T, in]`` times a weight in panels to ``y [T, out]``, whose rows may be strided."""
+        """Write ``x [T, in]`` times a weight in panels, with bias and activation, to ``y [T, out]``.
+
+        The rows of x and y may be strided.
+        """
         rows, in_features = x.shape
         out_features, scales = y.shape[1], tensors.get("scales")
-        is_long = rows * in_features * out_features > LONG
+        is_long = rows * in_features * out_features > LONG_KERNEL
         (self._kernels.long_linear if is_long else self._kernels.linear)(
-            ENCODINGS[encoding],
-            TYPES[x.dtype],
+            ENCODING_CODES[encoding],
+            DTYPE_CODES[x.dtype],
             x.data_ptr(),
             x.stride(0),
             tensors["panels"].data_ptr(),
@@ -184,7 +190,7 @@ class CpuLinear(ReferenceOps):
             rows,
             out_features,
             in_features,
-            0 if activation is None else 1 + ACTIVATIONS[activation],
+            0 if activation is None else 1 + ACTIVATION_CODES[activation],
         )
 
     def _multiply_parts(
@@ -195,9 +201,10 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None,
         activation: Activation | None,
     ) -> None:
-        """Multiply by a float weight that is not packed yet, see `_multiply`.
+        """Write ``x [T, in]`` times an unpacked float weight, with bias and activation, to ``y [T, out]``.
 
-        Packs and multiplies one slice of the parts at a time, so that the slice stays in the cache.
+        Packs and multiplies one slice of the weight at a time, so that the slice stays in the cache.
+        ``parts`` are the parts of the weight along its outputs, in order.
         """
         encoding = DType.from_torch(x.dtype).value
         slice_rows = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
@@ -214,24 +221,24 @@ class CpuLinear(ReferenceOps):
         adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
         if not adapted_slices or not len(x):
             return y
-        kind, rows = TYPES.get(x.dtype), lora.rows
-        fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
+        dtype_code, rows = DTYPE_CODES.get(x.dtype), lora.rows
+        fits = dtype_code is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
         if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in adapted_slices):
             self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
-        slots, parts, work = len(lora.matrices[adapted_slices[0].name][0]), [], 0
+        num_slots, table_rows, multiplications = len(lora.matrices[adapted_slices[0].name][0]), [], 0
         for part in adapted_slices:
             (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
-            assert len(down) == slots, "layers with different numbers of adapter slots"
+            assert len(down) == num_slots, "slices of a layer have different numbers of adapter slots"
             max_rank, width = down.shape[1], part.stop - part.start
             addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
-            parts.append((*addresses, max_rank, part.start, width))
-            work += len(x) * max_rank * (x.shape[1] + width)
-        table = self._keep_alive(torch.tensor(parts, dtype=torch.int64))
-        (self._kernels.long_lora if work > LONG else self._kernels.lora)(
-            kind,
+            table_rows.append((*addresses, max_rank, part.start, width))
+            multiplications += len(x) * max_rank * (x.shape[1] + width)
+        table = self._keep_alive(torch.tensor(table_rows, dtype=torch.int64))
+        (self._kernels.long_lora if multiplications > LONG_KERNEL else self._kernels.lora)(
+            dtype_code,
             x.data_ptr(),
             x.stride(0),
             y.data_ptr(),
@@ -239,8 +246,8 @@ class CpuLinear(ReferenceOps):
             rows.data_ptr(),
             table.data_ptr(),
             len(x),
-            len(parts),
-            slots,
+            len(table_rows),
+            num_slots,
             x.shape[1],
         )
         return y
@@ -250,7 +257,8 @@ class CpuLinear(ReferenceOps):
 
         Args:
             operation: name of the operation.
-            conditions: properties of the arguments, and whether the C++ kernel supports each.
+            conditions: descriptions of the arguments, and whether the C++ kernel supports each. The log names
+                those that it does not support.
         """
         cause = ", ".join(name for name, supported in conditions.items() if not supported)
         if (operation, cause) not in self._reported:
@@ -262,7 +270,7 @@ class CpuLinear(ReferenceOps):
             )
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor, to which a kernel writes a result."""
+        """Return an uninitialized contiguous tensor for a result of an operation."""
         return torch.empty(shape, dtype=dtype)
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -270,29 +278,37 @@ class CpuLinear(ReferenceOps):
         return self._empty(shape, dtype)
 
     def _keep_alive(self, tensor: Tensor) -> Tensor:
-        """Return a constant operand of a kernel.
+        """Return ``tensor``, a constant operand of a kernel.
 
-        Compiled steps keep a reference to it, so that it is not freed.
+        Compiled steps override this method to keep a reference, so that the operand is not freed.
         """
         return tensor
 
 
 def _is_supported(x: Tensor, packed: PackedLinear) -> bool:
-    """Return whether the kernel supports these activations with this weight."""
+    """Return whether a kernel supports the activations ``x`` with the weight and the bias of ``packed``."""
     bias = packed.bias
     fits = packed.layout == PANELS and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
-    return fits and supports_order(packed) and x.dtype in TYPES and supports_dtype(packed.encoding, x.dtype)
+    return (
+        fits
+        and supports_order(packed)
+        and x.dtype in DTYPE_CODES
+        and supports_dtype(packed.encoding, x.dtype)
+    )
 
 
 def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel supports activations of this type with weights in this encoding."""
+    """Return whether a kernel supports activations of type ``dtype`` with weights in this encoding.
+
+    For encodings with quantized activations, the caller must check that the type is in `DTYPE_CODES`.
+    """
     return is_quantized(encoding) or _compute_dtype(encoding) == dtype
 
 
 def supports_order(packed: PackedLinear) -> bool:
-    """Return whether the kernel can permute its inputs as the weight requires.
+    """Return whether the kernel can permute the activations as the weight requires.
 
-    Kernels that quantize activations in groups can. Other kernels support only the original order.
+    Only kernels that quantize activations in groups can permute them.
     """
     if packed.order is None:
         return True
@@ -300,12 +316,13 @@ def supports_order(packed: PackedLinear) -> bool:
 
 
 def _compute_dtype(encoding: str) -> torch.dtype:
+    """Return the type in which torch computes products with weights in this encoding."""
     return encoding_named(encoding).compute_dtype.to_torch()
 
 
 def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports the type and layout of A ``[n, R, in]`` and B ``[n, out, R]``.
+    """Return whether the LoRA kernel supports the matrices ``down [n, R, in]`` and ``up [n, out, R]``.
 
-    B must be a view of a contiguous ``[n, R, out]``.
+    ``up`` must be a view of a contiguous tensor ``[n, R, out]``.
     """
     return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()

@@ -1,7 +1,7 @@
 """Memory for packed weights, in huge pages if the system has them.
 
-A step reads every weight once. With pages of 4 KB this takes 1.5 times as long as with huge pages, because
-the processor translates a new address every 64 cache lines and its prefetchers stop at the end of a page.
+A decode step reads every weight once. With pages of 4 KB this takes 1.5 times as long as with huge pages: the
+processor translates a new address every 64 cache lines, and its prefetchers stop at the end of a page.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch import Tensor
 from penstock.host.memory import CACHE_LINE, PrefaultedMemory, huge_pages
 
 _CHUNK_BYTES = 32 << 20
+"""Minimum bytes that `WeightMemory` allocates at once."""
 
 
 class WeightMemory:
-    """Allocates tensors consecutively: first from prefaulted memory, then from chunks that it allocates.
+    """Allocates tensors from prefaulted memory, or from its own chunks if the prefaulted memory is used up.
 
-    A chunk is freed with the last of its tensors.
+    A chunk is freed with the last tensor in it.
 
     Args:
-        prefaulted: memory that is prefaulted while a model loads. It is used first.
+        prefaulted: memory that is prefaulted while a model loads.
     """
 
     def __init__(self, prefaulted: PrefaultedMemory | None = None) -> None:
@@ -43,10 +44,10 @@ class WeightMemory:
 
 
 class SliceMemory:
-    """Memory for one slice of a weight at a time.
+    """Memory for one packed slice of a weight at a time.
 
     Args:
-        num_bytes: bytes that are allocated first. The memory grows for larger slices.
+        num_bytes: bytes of the first allocation. The memory grows for larger slices.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -54,7 +55,10 @@ class SliceMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor, aligned to a cache line. It replaces the previous tensor."""
+        """Return an uninitialized tensor, aligned to a cache line.
+
+        The tensor overlaps the tensor that the previous call returned.
+        """
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):
             self._memory = torch.from_numpy(huge_pages(max(num_bytes, self.num_bytes)))

@@ -1,4 +1,7 @@
-"""`CpuOps`: the operations with C++ kernels. Other types and layouts run on the reference kernels."""
+"""`CpuOps`: the operations with C++ kernels.
+
+The reference kernels compute operations whose types or layouts the C++ kernels do not support.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.collectives import CpuCollectives
-from penstock.kernels.cpu.linear import TYPES
+from penstock.kernels.cpu.linear import DTYPE_CODES
 from penstock.kernels.cpu.routing import CpuRouting
 from penstock.kernels.inputs import SamplingInputs
 
@@ -15,10 +18,10 @@ _LONG_SAMPLE = 1 << 20
 
 
 class CpuOps(CpuCollectives, CpuRouting):
-    """C++ kernels for float32 and bfloat16 activations.
+    """The operations with C++ kernels, for float32 and bfloat16 activations.
 
-    The result of a row has the same bits in every batch, at every position in the batch, and for every number
-    of threads.
+    The result of a row computed by a C++ kernel has the same bits in every batch, at every position in the
+    batch, and for every number of threads.
 
     Args:
         kernels: the kernels of one instruction set.
@@ -48,11 +51,12 @@ class CpuOps(CpuCollectives, CpuRouting):
         if not fits:
             self._fall_back("put_rows", {"this memory layout or mixed types": False})
             return super().put_rows(x, rows, values)
-        (count, width), size = x.shape, x.element_size()
+        (num_rows, width), element_bytes = x.shape, x.element_size()
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), values.data_ptr(), rows.data_ptr(), out.data_ptr())
-        lengths = (count, rows.shape[0], width * size, x_strides[0] * size, strides[0] * size)
-        self._check(self._kernels.put_rows(*pointers, *lengths), rows, count)
+        byte_strides = (x_strides[0] * element_bytes, strides[0] * element_bytes)
+        sizes = (num_rows, rows.shape[0], width * element_bytes, *byte_strides)
+        self._check(self._kernels.put_rows(*pointers, *sizes), rows, num_rows)
         return out
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -67,28 +71,28 @@ class CpuOps(CpuCollectives, CpuRouting):
                 },
             )
             return super().take_rows(x, rows)
-        count, (table_rows, width), size = rows.shape[0], x.shape, x.element_size()
-        out = self._empty((count, width), x.dtype)
+        (table_rows, width), element_bytes = x.shape, x.element_size()
+        out = self._empty((rows.shape[0], width), x.dtype)
         bad_index = self._kernels.take_rows(
             x.data_ptr(),
             rows.data_ptr(),
             out.data_ptr(),
-            count,
+            rows.shape[0],
             table_rows,
-            width * size,
-            strides[0] * size,
+            width * element_bytes,
+            strides[0] * element_bytes,
         )
         self._check(bad_index, rows, table_rows)
         return out
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
-        kind, strides = TYPES.get(logits.dtype), logits.stride()
+        dtype_code, strides = DTYPE_CODES.get(logits.dtype), logits.stride()
         masks_fit = bitmask is None or bitmask.is_contiguous()
-        if kind is None or strides[1] != 1 or not masks_fit or not _has_kernel_types(sampling):
+        if dtype_code is None or strides[1] != 1 or not masks_fit or not _has_kernel_types(sampling):
             self._fall_back(
                 "sample",
                 {
-                    f"{logits.dtype} logits": kind is not None,
+                    f"{logits.dtype} logits": dtype_code is not None,
                     "strided rows": strides[1] == 1,
                     "this bitmask layout": masks_fit,
                     "these parameter types": _has_kernel_types(sampling),
@@ -99,7 +103,7 @@ class CpuOps(CpuCollectives, CpuRouting):
         tokens = self._empty((rows,), torch.int64)
         is_long = rows * vocabulary > _LONG_SAMPLE
         (self._kernels.long_sample if is_long else self._kernels.sample)(
-            kind,
+            dtype_code,
             logits.data_ptr(),
             strides[0],
             rows,
@@ -115,18 +119,23 @@ class CpuOps(CpuCollectives, CpuRouting):
         )
         return tokens
 
-    def _check(self, bad_index: int, rows: Tensor, count: int) -> None:
-        """Check the result of a kernel that looks up rows. -1 means that all row numbers are valid.
+    def _check(self, bad_index: int, rows: Tensor, table_rows: int) -> None:
+        """Raise if a kernel has reported an invalid row number.
+
+        Args:
+            bad_index: the result of the kernel: the index of an invalid element of ``rows``, or -1.
+            rows: the row numbers.
+            table_rows: number of rows of the table.
 
         Raises:
-            IndexError: element ``bad_index`` of ``rows`` is not a row of the table with ``count`` rows.
+            IndexError: ``bad_index`` is not -1.
         """
         if bad_index != -1:
-            raise IndexError(f"row {int(rows[bad_index])} of a table with {count} rows")
+            raise IndexError(f"row {int(rows[bad_index])} of a table with {table_rows} rows")
 
 
 def _has_kernel_types(sampling: SamplingInputs) -> bool:
-    """Return whether all tensors are contiguous and have the types that `SamplingInputs` names."""
+    """Return whether all tensors are contiguous and have the types that `SamplingInputs` documents."""
     floats = (sampling.temperature, sampling.top_p, sampling.min_p)
     return (
         all(x.dtype == torch.float32 and x.is_contiguous() for x in floats)

@@ -1,4 +1,4 @@
-"""Packs weights from rows, the layout of checkpoints, into panels. The kernel also quantizes floats."""
+"""Packs weights from rows, the layout of checkpoints, into panels, and quantizes floats if required."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _BLOCKS = {
     **{"nf4": 15, "fp4": 16, "q4_z": 17},
 }
 _BYTE_ENCODINGS = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
-"""Encodings whose rows are bytes, which the kernel only reorders. Floats are quantized with torch."""
+"""The encodings that store codes as bytes in rows, with their codes in csrc.
 
-ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_BYTE_ENCODINGS}
-"""Encodings stored in panels, with their numbers in csrc."""
+Torch quantizes floats to these encodings. The kernel ``pack_codes`` only reorders the bytes.
+"""
+
+ENCODING_CODES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_BYTE_ENCODINGS}
+"""The encodings for which there are C++ kernels, with their codes in csrc/linear.inl."""
 
 _SOURCE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Types of rows (floats and quantized integers), with their numbers in csrc."""
+"""The types that the kernel ``pack`` reads (floats and quantized integers), with their codes in csrc."""
 
 
 class PanelMemory(Protocol):
@@ -46,16 +49,16 @@ def pack_panels(
 ) -> dict[str, Tensor]:
     """Return the panels of a weight that is given in parts ``[out, in]`` along its outputs, in order.
 
-    If all parts have one type and begin at the first output of a panel, the kernel reads them directly, for
-    example from a mapped file. Otherwise, and for encodings of bytes, they are concatenated first.
+    If all parts have one type and start at the first output of a panel, the kernel reads them in place, for
+    example from a mapped file. Otherwise, and for `_BYTE_ENCODINGS`, the parts are concatenated first.
 
     Args:
         kernels: the kernels of one instruction set.
         memory: allocates the panels.
-        encoding: one of `ENCODINGS`.
+        encoding: one of `ENCODING_CODES`.
         parts: floats, or a single part of quantized integers.
         scales: the scales of quantized integers; None for floats.
-        importance: ``[in]``, see `LinearEncoding.pack`. Has no effect on encodings of bytes.
+        importance: ``[in]``, see `LinearEncoding.pack`. Only int4 and int5 use it.
     """
     if encoding in _BYTE_ENCODINGS:
         return pack_rows(kernels, memory, encoding, encoding_named(encoding).pack(torch.cat(tuple(parts))))
@@ -66,7 +69,7 @@ def pack_panels(
     tensors, group_size = {"panels": panels}, encoding_named(encoding).group_size
     if is_quantized(encoding) and group_size is None:
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
-    new_scales = tensors.get("scales") if scales is None else None
+    written_scales = tensors.get("scales") if scales is None else None  # the kernel writes these scales
     group_scales = scales.contiguous() if group_size and scales is not None else None
     if importance is not None and group_size:  # padded to whole groups
         importance = F.pad(importance.float(), (0, -inputs % group_size), value=1.0).contiguous()
@@ -75,13 +78,13 @@ def pack_panels(
         source = part if part.dtype in _SOURCE_TYPES else part.float()
         source = source if source.stride(1) == 1 else source.contiguous()
         kernels.pack(
-            ENCODINGS[encoding],
+            ENCODING_CODES[encoding],
             _SOURCE_TYPES[source.dtype],
             source.data_ptr(),
             source.stride(0),
             0 if group_scales is None else group_scales.data_ptr(),
             panels[start // PANEL :].data_ptr(),
-            0 if new_scales is None else new_scales[start:].data_ptr(),
+            0 if written_scales is None else written_scales[start:].data_ptr(),
             0 if importance is None else importance.data_ptr(),
             len(source),
             inputs,
@@ -93,12 +96,12 @@ def pack_panels(
 def pack_rows(
     kernels: Kernels, memory: PanelMemory, encoding: str, rows: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight that is already encoded.
+    """Return the panels of a weight that is already quantized.
 
     Args:
         kernels: the kernels of one instruction set.
         memory: allocates the panels.
-        encoding: an encoding of `ENCODINGS` that is not a float encoding.
+        encoding: an encoding of `ENCODING_CODES` that is not a float encoding.
         rows: the tensors of `LinearEncoding.pack`.
     """
     if encoding not in _BYTE_ENCODINGS:
@@ -106,7 +109,7 @@ def pack_rows(
     codes, scales = rows["weight"], rows["scales"].contiguous()
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     zeros_or_minima = rows.get("zeros", rows.get("minima"))
-    optional = [
+    optional_tensors = [
         None if tensor is None else tensor.contiguous()
         for tensor in (zeros_or_minima, rows.get("factors"), rows.get("min_factors"))
     ]
@@ -117,7 +120,7 @@ def pack_rows(
         codes.data_ptr(),
         codes.stride(0),
         scales.data_ptr(),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in optional),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in optional_tensors),
         panels.data_ptr(),
         outputs,
         inputs,
@@ -139,5 +142,8 @@ def _panels_shape(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...
 
 
 def is_quantized(encoding: str) -> bool:
-    """Return whether the kernels of an encoding quantize activations. They accept all activation types."""
-    return encoding in ENCODINGS and encoding_named(encoding).activation_dtype is not None
+    """Return whether the encoding has C++ kernels and they quantize activations.
+
+    Such kernels accept all types of `DTYPE_CODES`.
+    """
+    return encoding in ENCODING_CODES and encoding_named(encoding).activation_dtype is not None

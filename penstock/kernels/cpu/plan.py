@@ -1,8 +1,8 @@
-"""Compiled steps: one library call runs all operations of a recorded step in one parallel region.
+"""Compiled steps: one library call, or a few, run all operations of a recorded step.
 
 Compilation calls the same methods of `CpuOps` as an eager step, with the plan's tensors at their final
-addresses. Its kernels record their arguments instead of running. A step with an operation that would run on
-the reference kernels cannot be compiled.
+addresses. `_CapturingOps` captures the kernel calls instead of running them. A step with an operation that
+would run on the reference kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from penstock.kernels.operations import Arguments, UnrecordableStepError
 from penstock.kernels.recording import ALIGNMENT, Plan, Record, result_tensors
 
 _LONG_STEP = 1 << 25
-"""A step with more multiplications than this takes at least a millisecond and releases the GIL."""
+"""A step with more multiplications than this takes at least a millisecond, so its calls release the GIL."""
 
 _MULTIPLICATIONS_PER_CALL = 1 << 32
-"""A step with more than `_DECODE_ROWS` rows is split into calls with about this many multiplications.
+"""A step with more than `_DECODE_ROWS` rows is split into library calls of about this many multiplications.
 
-If another process uses a core, a single thread runs the rest of the call, which is slow. The constant limits
-a call to tens of milliseconds.
+If another process uses a core, a single thread runs the rest of a library call, which is slow. The constant
+limits a library call to tens of milliseconds.
 """
 
 _DECODE_ROWS = 64
-"""Steps of up to this many rows run as one call, however large they are."""
+"""Steps of up to this many rows run as one library call, whatever their number of multiplications."""
 
 _COLLECTIVES = ("all_reduce", "all_gather")
-"""Kernels that wait for other ranks. If a step contains one, all calls of the step release the GIL."""
+"""Kernels that wait for other ranks. If a step contains one, all its library calls release the GIL."""
 
 
 class CompiledPlan(Graph):
-    """A `Plan` compiled into one call, or into a few calls if it has many rows.
+    """A `Plan` compiled into one library call, or into a few calls if it has many rows.
 
-    A replay copies the inputs to where the kernels read them, and the results to new tensors.
+    A replay copies the inputs to the buffers that the kernels read, and the results to new tensors.
 
     Args:
         plan: the recorded step.
-        ops: the back end whose kernels run it.
-        inputs: the recorded inputs by name, contiguous. They belong to this object from now on.
-        arena: memory of at least ``plan.arena_bytes`` bytes, which may be shared with plans that never run
-            concurrently. Operations use the memory after these bytes as scratch memory.
-        contention: shared by all compiled steps of a session that run as one call.
+        ops: the operations whose kernels the plan calls.
+        inputs: the recorded inputs by name, contiguous. The plan uses them as its input buffers.
+        arena: memory of at least ``plan.arena_bytes`` bytes. Plans that never run concurrently may share it.
+            Operations use the memory after these bytes as scratch memory.
+        contention: the state that all compiled steps of a session share if they run as one library call.
 
     Raises:
         UnrecordableStepError: an operation has no kernel for its arguments, or needs more memory than its
@@ -73,23 +73,24 @@ class CompiledPlan(Graph):
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
         lowering = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
-        ends: list[int] = []  # indices of the captured kernels after which a call ends
-        work = work_of_call = 0
+        call_ends: list[int] = []  # numbers of captured kernels after which a library call ends
+        multiplications = call_multiplications = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
             lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
-            rows, multiplications = _count_multiplications(record, arguments)
-            work += multiplications
-            work_of_call += multiplications if rows > _DECODE_ROWS else 0
-            if work_of_call > _MULTIPLICATIONS_PER_CALL:
-                ends.append(len(lowering.captured))
-                work_of_call = 0
-        waits = any(kernel.name in _COLLECTIVES for kernel in lowering.captured)
+            rows, record_multiplications = _count_multiplications(record, arguments)
+            multiplications += record_multiplications
+            call_multiplications += record_multiplications if rows > _DECODE_ROWS else 0
+            if call_multiplications > _MULTIPLICATIONS_PER_CALL:
+                call_ends.append(len(lowering.captured))
+                call_multiplications = 0
+        has_collectives = any(kernel.name in _COLLECTIVES for kernel in lowering.captured)
+        releases_gil = has_collectives or multiplications > _LONG_STEP
         self._calls = [
-            CompiledSteps(ops.isa, captured, releases_gil=waits or work > _LONG_STEP, contention=state)
-            for captured, state in _split_calls(lowering.captured, ends, contention)
+            CompiledSteps(ops.isa, captured, releases_gil=releases_gil, contention=state)
+            for captured, state in _split_calls(lowering.captured, call_ends, contention)
         ]
-        # The calls contain only addresses, so the memory must be kept alive.
+        # The calls contain only addresses, so this object must keep the memory alive.
         self._kept_alive = (plan, arena)
         self._lowering = lowering
         self._contention = contention
@@ -141,7 +142,8 @@ class CompiledPlan(Graph):
     def _copy_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Copy the inputs to the buffers that the kernels read.
 
-        A matrix may have fewer columns than its buffer. memmove is faster than `Tensor.copy_`.
+        A matrix may have fewer columns than its buffer. Where possible, memmove copies, which is faster than
+        `Tensor.copy_`.
         """
         for (buffer, address, num_bytes), source in zip(self._inputs, inputs, strict=True):
             is_row = source.dim() == 2 and len(source) == 1 and source.nbytes < num_bytes
@@ -155,15 +157,15 @@ class CompiledPlan(Graph):
 
 
 class _SamplingLoop:
-    """The kernels of a plan followed by a sampling kernel, to run several steps in one call.
+    """The kernels of a plan followed by a sampling kernel, which run several steps in one library call.
 
     Args:
-        lowering: the operations that captured the kernels of the plan.
+        lowering: the operations that have captured the kernels of the plan.
         logits: the result of the plan, ``[R, V]``.
-        tokens: the input of the plan to which sampled tokens are written, ``[R]``.
-        contention: shared by all compiled steps of a session.
-        ranks: the ranks that run the steps together, or None for a model on one rank. All ranks use the
-            tokens that rank 0 samples.
+        tokens: the input of the plan to which the sampling kernel writes, ``[R]``.
+        contention: the state that all compiled steps of a session share.
+        ranks: the ranks of the model, or None if the model has one rank. All ranks use the tokens that rank 0
+            samples.
     """
 
     def __init__(
@@ -198,45 +200,45 @@ class _SamplingLoop:
         uniforms: Tensor,  # [n, R]
         stop_tokens: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
-        """Run the steps, see `Graph.replay_steps`.
+        """Run up to n steps and return the sampled tokens of the m steps that ran, see `Graph.replay_steps`.
 
-        ``step_values`` has the address of each input that differs between steps, and its values ``[n, ...]``.
+        ``step_values`` has, for each input that differs between steps, the address of its buffer and its
+        values ``[n, ...]``.
         """
         target = self._sampling
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(target, name).copy_(getattr(sampling, name))
-        count = len(uniforms)
-        step_inputs = [(to, values.data_ptr(), values.nbytes // count) for to, values in step_values]
-        step_inputs.append((target.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
-        sampled_tokens = torch.empty(count, self._rows, dtype=torch.int64)
-        steps_run, failed_kernel = self._run(
-            step_inputs, (stop_tokens.data_ptr(), stop_tokens.shape[1]), sampled_tokens.data_ptr(), count
-        )
+        num_steps = len(uniforms)
+        step_inputs = [(to, values.data_ptr(), values.nbytes // num_steps) for to, values in step_values]
+        step_inputs.append((target.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // num_steps))
+        sampled_tokens = torch.empty(num_steps, self._rows, dtype=torch.int64)
+        stop_table = (stop_tokens.data_ptr(), stop_tokens.shape[1])
+        steps_run, failed_kernel = self._run(step_inputs, stop_table, sampled_tokens.data_ptr(), num_steps)
         _check(failed_kernel)
         return sampled_tokens[:steps_run]
 
 
 def _check(failed_kernel: str | None) -> None:
-    """Check that no kernel got a bad argument.
+    """Raise if a kernel got a row number outside its table.
 
     Raises:
-        IndexError: ``failed_kernel`` got a row number outside its table.
+        IndexError: ``failed_kernel`` is the name of such a kernel, not None.
     """
     if failed_kernel is not None:
         raise IndexError(f"{failed_kernel} of a recorded step got a row number outside its table")
 
 
 def _copy(result: Tensor) -> Tensor:
-    """Return a copy of a contiguous tensor, several times as fast as `Tensor.clone` for a row of logits."""
+    """Return a copy of a contiguous tensor. For a row of logits, several times as fast as `Tensor.clone`."""
     copy = torch.empty_like(result)
     ctypes.memmove(copy.data_ptr(), result.data_ptr(), result.nbytes)
     return copy
 
 
 def _count_multiplications(record: Record, arguments: Arguments) -> tuple[int, int]:
-    """Return the rows and the multiplications of a linear layer, of experts or of encoder attention.
+    """Return the rows and the multiplications of an operation.
 
-    Returns (0, 0) for other operations.
+    Returns (0, 0) for operations other than linear layers, experts and encoder attention.
     """
     packed = arguments.get("packed")
     if isinstance(packed, PackedLinear):
@@ -258,19 +260,19 @@ def _multiplications_per_row(packed: PackedLinear) -> int:
 
 
 def _split_calls(
-    captured: Sequence[CapturedCall], ends: Sequence[int], contention: CoreContention
+    captured: Sequence[CapturedCall], call_ends: Sequence[int], contention: CoreContention
 ) -> Iterator[tuple[Sequence[CapturedCall], CoreContention]]:
-    """Yield the kernels and the contention state of each call.
+    """Yield the captured kernels and the contention state of each library call.
 
-    If there are several calls, each call has a separate contention state.
+    A single library call uses ``contention``. Several library calls have new states.
     """
-    bounds = sorted({0, *ends, len(captured)})
+    bounds = sorted({0, *call_ends, len(captured)})
     for start, end in pairwise(bounds):
         yield captured[start:end], contention if len(bounds) == 2 else CoreContention()
 
 
 class _CapturingOps(CpuOps):
-    """Operations that write results to given tensors and capture the kernel calls instead of running them."""
+    """Operations that capture their kernel calls instead of running them. Results are tensors of the plan."""
 
     def __init__(self, ops: CpuOps, scratch: Tensor) -> None:
         self.captured: list[CapturedCall] = []
@@ -281,18 +283,20 @@ class _CapturingOps(CpuOps):
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
     def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
-        """Capture the kernels of one operation, which write to ``results``.
+        """Capture the kernel calls of one operation, which write to ``results``.
 
         Raises:
-            UnrecordableStepError: the operation needs more than C++ kernels and the given memory.
+            UnrecordableStepError: C++ kernels alone cannot compute the operation, or it needs more memory
+            than
+                ``results`` and the scratch memory.
         """
-        before = len(self.captured)
+        calls_before = len(self.captured)
         self._destinations = list(results)
         returned = result_tensors(getattr(self, operation)(**arguments))
         are_written = [reference.data_ptr() for reference in returned] == [
             result.data_ptr() for result in results
         ]
-        if self._destinations or not are_written or len(self.captured) == before:
+        if self._destinations or not are_written or len(self.captured) == calls_before:
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 
     def broadcast_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
@@ -300,11 +304,11 @@ class _CapturingOps(CpuOps):
         self._kernels.from_rank_0(tensor.data_ptr(), tensor.nbytes, ranks.region, ranks.rank)
 
     def sequence_blocks(self, row_offsets: Tensor) -> SequenceBlocks:
-        """Raise, because the lengths are an input that differs between replays."""
+        """Raise `UnrecordableStepError`, because the lengths differ between replays."""
         raise UnrecordableStepError("an operation needs the lengths of the sequences")
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
-        """Raise, because an operation that runs on the reference kernels cannot be compiled."""
+        """Raise `UnrecordableStepError`, because reference kernels cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -6,41 +6,42 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.convolution import CpuConvolution
-from penstock.kernels.cpu.linear import TYPES
+from penstock.kernels.cpu.linear import DTYPE_CODES
 from penstock.kernels.routing import Routing, ScoreRouting, SparseMixer
 
-_ROUTING_NUMBERS = {"all": 0, "all_normed": 1, "chosen": 2}
+_RULE_CODES = {"all": 0, "all_normed": 1, "chosen": 2}
+"""Codes of the softmax routings in csrc/routing.inl."""
 
 
 class CpuRouting(CpuConvolution):
-    """Routers and other operations of layers with experts, for float32 and bfloat16 activations."""
+    """Routers, `scale_rows` and `widen`, for float32 and bfloat16 activations."""
 
     def route(
-        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+        self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        kind, strides = TYPES.get(logits.dtype), logits.stride()
+        dtype_code, strides = DTYPE_CODES.get(logits.dtype), logits.stride()
         rows, experts = logits.shape
         bias_fits = bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
-        if kind is None or strides[1] != 1 or not 0 < top <= experts or not bias_fits:
+        if dtype_code is None or strides[1] != 1 or not 0 < top_k <= experts or not bias_fits:
             self._fall_back(
                 "route",
                 {
-                    f"{logits.dtype} logits": kind is not None,
+                    f"{logits.dtype} logits": dtype_code is not None,
                     "strided rows": strides[1] == 1,
-                    f"{top} of {experts} experts": 0 < top <= experts,
+                    f"{top_k} of {experts} experts": 0 < top_k <= experts,
                     "a bias that is not contiguous float32": bias_fits,
                 },
             )
-            return super().route(logits, top, routing, bias)
+            return super().route(logits, top_k, routing, bias)
         topk_weights, topk_ids = (
-            self._empty((rows, top), torch.float32),
-            self._empty((rows, top), torch.int64),
+            self._empty((rows, top_k), torch.float32),
+            self._empty((rows, top_k), torch.int64),
         )
         pointers = (topk_weights.data_ptr(), topk_ids.data_ptr())
-        sizes = (rows, experts, top, strides[0])
+        sizes = (rows, experts, top_k, strides[0])
         if isinstance(routing, ScoreRouting):
             self._kernels.route_scores(
-                kind,
+                dtype_code,
                 logits.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 *pointers,
@@ -53,20 +54,24 @@ class CpuRouting(CpuConvolution):
                 routing.min_sum,
             )
         elif isinstance(routing, SparseMixer):
-            self._kernels.route_sparse_mixer(kind, logits.data_ptr(), *pointers, *sizes, routing.eps)
+            self._kernels.route_sparse_mixer(dtype_code, logits.data_ptr(), *pointers, *sizes, routing.eps)
         else:
-            self._kernels.route(kind, _ROUTING_NUMBERS[routing], logits.data_ptr(), *pointers, *sizes)
+            self._kernels.route(dtype_code, _RULE_CODES[routing], logits.data_ptr(), *pointers, *sizes)
         return topk_weights, topk_ids
 
     def scale_rows(self, x: Tensor, factors: Tensor, *, are_logits: bool = False) -> Tensor:
-        kind, factor_kind, strides = TYPES.get(x.dtype), TYPES.get(factors.dtype), x.stride()
+        dtype_code, factor_dtype_code, strides = (
+            DTYPE_CODES.get(x.dtype),
+            DTYPE_CODES.get(factors.dtype),
+            x.stride(),
+        )
         rows_fit = len(strides) == 2 and strides[1] == 1 and factors.shape == (len(x), 1)
-        if kind is None or factor_kind is None or not rows_fit:
+        if dtype_code is None or factor_dtype_code is None or not rows_fit:
             self._fall_back(
                 "scale_rows",
                 {
-                    f"{x.dtype} activations": kind is not None,
-                    f"{factors.dtype} factors": factor_kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
+                    f"{factors.dtype} factors": factor_dtype_code is not None,
                     "this memory layout": rows_fit,
                 },
             )
@@ -74,21 +79,21 @@ class CpuRouting(CpuConvolution):
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), factors.data_ptr(), out.data_ptr())
         self._kernels.scale_rows(
-            kind, factor_kind, *pointers, *x.shape, strides[0], factors.stride(0), int(are_logits)
+            dtype_code, factor_dtype_code, *pointers, *x.shape, strides[0], factors.stride(0), int(are_logits)
         )
         return out
 
     def widen(self, x: Tensor) -> Tensor:
-        kind, strides = TYPES.get(x.dtype), x.stride()
-        if kind is None or len(strides) != 2 or strides[1] != 1:
+        dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
+        if dtype_code is None or len(strides) != 2 or strides[1] != 1:
             self._fall_back(
                 "widen",
                 {
-                    f"{x.dtype} activations": kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
                     "this memory layout": len(strides) == 2 and strides[1] == 1,
                 },
             )
             return super().widen(x)
         out = self._empty(x.shape, torch.float32)
-        self._kernels.widen(kind, x.data_ptr(), out.data_ptr(), *x.shape, strides[0])
+        self._kernels.widen(dtype_code, x.data_ptr(), out.data_ptr(), *x.shape, strides[0])
         return out

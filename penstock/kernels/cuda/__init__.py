@@ -1,4 +1,4 @@
-"""Back end for NVIDIA GPUs: Triton programs, and products of cuBLAS through torch.
+"""Back end for NVIDIA GPUs: Triton programs, and matrix products of cuBLAS, called through torch.
 
 >>> ops = load()  # None without a GPU or without triton
 """
@@ -22,7 +22,7 @@ __all__ = ["BACKEND", "load", "variants"]
 
 
 def load() -> CudaOps | None:
-    """Return the operations for the GPUs of this machine; None, with a warning, if they cannot run."""
+    """Return the operations for the GPUs of this machine; None if `can_run_on_gpu` returns False."""
     from penstock.kernels.cuda.availability import can_run_on_gpu
 
     if not can_run_on_gpu():
@@ -33,7 +33,7 @@ def load() -> CudaOps | None:
 
 
 def variants() -> list[CudaOps]:
-    """Return the operations if they can run: on a GPU, or on CPU tensors in Triton's interpreter."""
+    """Return the operations if they can run on a GPU or in Triton's interpreter, for tests."""
     from penstock.kernels.cuda.availability import can_run_on_gpu, is_interpreted
 
     if not is_interpreted() and not can_run_on_gpu():
@@ -62,13 +62,13 @@ def _memory(ops: Ops, device: torch.device) -> CudaMemory | None:
 
 
 def _row_bytes(bits: int, in_features: int) -> int:
-    """Return the bytes of a row: nibbles (`kernels.nibbles`) for up to 4 bits, else whole bytes."""
+    """Return the bytes of a row of a weight: nibbles (`kernels.nibbles`) for up to 4 bits, else bytes."""
     return -(-in_features // 64) * 32 if bits <= 4 else in_features * -(-bits // 8)
 
 
 BACKEND = Backend(
     name="cuda",
-    sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
+    default_sizes={"gpu": DefaultSizes(max_batch_size=256, step_tokens=8192)},
     load=load,
     variants=variants,
     priority=10,

@@ -1,4 +1,4 @@
-"""Attention: over the paged cache, and within the sequences of a batch."""
+"""Attention over the paged KV cache, and attention of encoders."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.spans import ImageSpans
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_SPLIT = 512
-"""Number of keys per split in deterministic mode. It is fixed: the order of additions depends on it."""
+_KEYS_PER_SPLIT = 512
+"""Number of keys per split in deterministic mode.
+
+It is fixed, because the order of additions depends on it.
+"""
 _MAX_SPLITS, _MIN_TILES = 64, 2
-"""Outside deterministic mode: maximum number of splits, and about the minimum of key tiles per split."""
-_PROGRAMS = 2
-"""Number of programs per multiprocessor that splitting should reach."""
+"""Outside deterministic mode: maximum number of splits, and approximate minimum of key tiles per split."""
+_PROGRAMS_PER_PROCESSOR = 2
+"""Number of programs per multiprocessor for which `CudaAttention` splits the keys."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
-"""Minimum number of query heads of a tile, for decode steps and for long prompts."""
+"""Minimum number of queries (rows times query heads) of a tile: for decode steps, and for long prompts."""
 _RAGGED_ROWS = 32
 """Number of rows of a tile of `CudaAttention.encoder_attention`."""
 _MAX_WIDE_TILE_DIM = 128
-"""Largest head dimension for which a tile has 64 keys instead of 32, if the products have 16 bits."""
+"""Largest head dimension for which a tile has 64 keys instead of 32. Float32 products always have 32 keys."""
 
 
 class CudaAttention(ReferenceOps):
@@ -58,17 +61,17 @@ class CudaAttention(ReferenceOps):
             )
         cache, is_e4m3 = cache_for_programs(cache)
         num_rows, heads, dim = q.shape
-        num_sequences, group = len(lengths), heads // cache.shape[2]
+        num_sequences, heads_per_kv_head = len(lengths), heads // cache.shape[2]
         is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
         is_wide |= q.dtype == torch.float32
-        tile = self._choose_tile(num_rows, num_sequences, group, is_wide)
-        rows = tile // group
+        tile = self._choose_tile(num_rows, num_sequences, heads_per_kv_head, is_wide)
+        tile_rows = tile // heads_per_kv_head
         out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
-        grid = (num_rows // rows + num_sequences, cache.shape[2])
+        grid = (num_rows // tile_rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
-        constants = _tile_constants(tile, group, dim, is_wide)
+        constants = _tile_constants(tile, heads_per_kv_head, dim, is_wide)
         split, splits = self._choose_splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
-        # Tensors that are missing are replaced by placeholders, which the program does not read.
+        # Other tensors stand for missing tensors. The program does not read them.
         scales_or_placeholder = cache if scales is None else scales
         bounds = row_offsets if spans is None else spans.bounds
         sizes = {
@@ -117,36 +120,36 @@ class CudaAttention(ReferenceOps):
         return out
 
     def _choose_splits(
-        self, max_keys: int, keys: int, num_tiles: int, device: torch.device
+        self, max_keys: int, tile_keys: int, num_tiles: int, device: torch.device
     ) -> tuple[int, int]:
         """Return the number of keys per split, and the number of splits.
 
-        If there are few tiles, the keys are divided into splits, else there is one split. In deterministic
-        mode the splits have a fixed size. Otherwise, there are about as many splits as fill the device, and
-        the returned number of keys is 0: the program divides the keys of each sequence evenly.
+        There are several splits only if there are too few tiles to fill the device. In deterministic mode, a
+        split has `_KEYS_PER_SPLIT` keys. Otherwise, the number of splits is chosen to fill the device, and
+        the returned number of keys is 0, with which the program divides the keys of each sequence evenly.
 
         Args:
             max_keys: upper bound of the number of keys of a sequence.
-            keys: number of keys that a program reads at once.
-            num_tiles: number of programs without splits.
+            tile_keys: number of keys of a tile.
+            num_tiles: number of tiles of queries, each computed by one program without splits.
             device: the device.
         """
         has_few_tiles = 4 * num_tiles < 3 * num_processors(device)
         if self.is_deterministic:
-            return _SPLIT, divide_up(max_keys, _SPLIT) if has_few_tiles else 1
-        if not has_few_tiles or num_tiles == 0 or max_keys <= keys:
+            return _KEYS_PER_SPLIT, divide_up(max_keys, _KEYS_PER_SPLIT) if has_few_tiles else 1
+        if not has_few_tiles or num_tiles == 0 or max_keys <= tile_keys:
             return 0, 1
-        target = power_of_two(divide_up(_PROGRAMS * num_processors(device), num_tiles))
-        max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * keys))
+        target = power_of_two(divide_up(_PROGRAMS_PER_PROCESSOR * num_processors(device), num_tiles))
+        max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * tile_keys))
         return 0, min(target, _MAX_SPLITS, max_splits)
 
-    def _choose_tile(self, num_rows: int, num_sequences: int, group: int, is_wide: bool) -> int:
-        """Return the number of query heads of a tile.
+    def _choose_tile(self, num_rows: int, num_sequences: int, heads_per_kv_head: int, is_wide: bool) -> int:
+        """Return the number of queries (rows times query heads) of a tile.
 
         In deterministic mode the number does not depend on the batch.
         """
-        smallest = power_of_two(group, _SMALL_TILE)
-        if self.is_deterministic or is_wide or num_rows * group < _LARGE_TILE * num_sequences:
+        smallest = power_of_two(heads_per_kv_head, _SMALL_TILE)
+        if self.is_deterministic or is_wide or num_rows * heads_per_kv_head < _LARGE_TILE * num_sequences:
             return smallest
         return max(smallest, _LARGE_TILE)
 
@@ -189,19 +192,19 @@ class CudaAttention(ReferenceOps):
 
 
 def cache_for_programs(cache: Tensor) -> tuple[Tensor, bool]:
-    """Return a cache as programs read it, and whether it stores 8-bit floats.
+    """Return the cache for a program, and whether it stores 8-bit floats.
 
-    Programs read 8-bit floats as uint8.
+    Programs read 8-bit floats as uint8, so such a cache is returned as a uint8 view.
     """
     is_e4m3 = cache.dtype == torch.float8_e4m3fn
     return cache.view(torch.uint8) if is_e4m3 else cache, is_e4m3
 
 
-def _tile_constants(tile: int, group: int, dim: int, is_wide: bool) -> dict[str, int]:
+def _tile_constants(tile: int, heads_per_kv_head: int, dim: int, is_wide: bool) -> dict[str, int]:
     """Return the sizes of the tiles of queries and keys, and the number of warps, as program constants."""
     return {
-        "ROWS": tile // group,
-        "GROUP": group,
+        "ROWS": tile // heads_per_kv_head,
+        "GROUP": heads_per_kv_head,
         "M": tile,
         "KEYS": 64 if dim <= _MAX_WIDE_TILE_DIM and not is_wide else 32,
         "DIM": dim,

@@ -1,4 +1,4 @@
-"""Checks whether the Triton programs can run on this machine."""
+"""Whether the Triton programs can run on this machine, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Products with weights that are stored as low-bit codes (`programs.codes`).
 
-A single row and a few rows are multiplied by the codes directly. For many rows, the weight is decoded to
-floats first, unless the rows are grouped by weight or the result must be deterministic.
+Programs for few rows decode the codes in registers while they multiply. For many rows, the whole weight is
+decoded to floats in memory first, and cuBLAS multiplies. Products whose rows are grouped by weight, or whose
+result must be deterministic, decode in registers for any number of rows.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from penstock.kernels.nibbles import NIBBLES, signed_offset
 _ROW_BYTES, _ROW_COLUMNS = 8192, 2048
 """Bytes of a weight that a program for a single row reads at once: in total, and at most per output."""
 MAX_TILED_ROWS = 64
-"""Maximum number of rows that are multiplied by the codes directly, if they are not grouped by weight and the
-result need not be deterministic. With more rows, the weight is decoded once, and cuBLAS multiplies."""
+"""Maximum number of rows for which the codes are decoded in registers, unless rows are grouped by weight or
+the result must be deterministic. With more rows, the weight is decoded to memory, and cuBLAS multiplies."""
 _TILE_OUTPUTS, _TILE_BYTES = 64, 64
-"""Outputs of a tile, and bytes per output that it multiplies at once.
+"""Outputs of a tile, and bytes per output that the tile multiplies at once.
 
-They determine the order of additions.
+The bytes determine the order of additions.
 """
 _MAX_SPLITS, _MIN_STEPS = 16, 4
-"""Maximum number of splits of the inputs, and about the minimum of steps of `_TILE_BYTES` per split."""
+"""Maximum number of splits of the inputs, and approximate minimum of steps of `_TILE_BYTES` per split."""
 _ADDED_OUTPUTS = 1024
-"""Number of outputs for which a program adds the splits."""
+"""Number of outputs per program of `add_splits`."""
 _ALL_INPUTS = 1 << 30
 """Number of inputs that share a scale if an output has only one."""
 
 
 class _Format(TypedDict):
-    """The constants of the programs, which `programs.codes` describes."""
+    """The constants of a format of codes; `programs.codes` describes them."""
 
     IS_NIBBLES: bool
     NUMBERS: str
@@ -63,7 +64,9 @@ class _Format(TypedDict):
 def multiply_codes(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
-    """Return the product of rows with weights that are stored as codes. Activations are not quantized.
+    """Return the product of rows with weights that are stored as codes, plus the bias.
+
+    Activations are not quantized.
 
     Args:
         x: ``[T, in]``.
@@ -78,46 +81,46 @@ def multiply_codes(
         if len(x) == 1:
             return _multiply_row(x, weights)
         if len(x) > MAX_TILED_ROWS:
-            bias = weights.first.bias
+            bias = weights.first_linear.bias
             weight = decode(weights, x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    packed = weights.first
-    count = len(x) if groups is None else len(groups.rows)
-    out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
-    rows = tile_rows(count, groups, is_deterministic=is_deterministic)
-    grid = product_grid(count, rows, _TILE_OUTPUTS, packed, groups)
+    packed = weights.first_linear
+    num_rows = len(x) if groups is None else len(groups.rows)
+    out = torch.empty((num_rows, packed.out_features), dtype=x.dtype, device=x.device)
+    rows_per_tile = tile_rows(num_rows, groups, is_deterministic=is_deterministic)
+    grid = product_grid(num_rows, rows_per_tile, _TILE_OUTPUTS, packed, groups)
     splits = 1
     if groups is None and not is_deterministic:
         splits = _count_splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
     names, constants = _tensor_names(weights.kind), _format_constants(weights.kind, packed.layout == NIBBLES)
-    # The program multiplies weights before the scale of their output is applied. Weights with zero points or
-    # minima may then exceed the range of float16.
+    # The program multiplies by the weights without row scales. Weights with zero points or minima may exceed
+    # the range of float16 without these scales.
     minima = constants["MINIMA"]
     has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
     is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
-        _number_table(weights), *sorted_rows(x, groups), count, 1 if groups is None else groups.count,
-        packed.out_features,
-        packed.in_features, row_stride(x), *_row_lengths(packed), M=rows, N=_TILE_OUTPUTS, BYTES=_TILE_BYTES,
-        SPLITS=splits, GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
+        _number_table(weights), *sorted_rows(x, groups), num_rows, 1 if groups is None else groups.count,
+        packed.out_features, packed.in_features, row_stride(x), *_row_lengths(packed), M=rows_per_tile,
+        N=_TILE_OUTPUTS, BYTES=_TILE_BYTES, SPLITS=splits,
+        GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
         TO_FLOAT32=is_wide, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
         launch(
-            programs.add_splits, (count, divide_up(packed.out_features, _ADDED_OUTPUTS)), out, sums,
-            row_scales, bias, count, packed.out_features, SPLITS=splits, WIDTH=_ADDED_OUTPUTS,
+            programs.add_splits, (num_rows, divide_up(packed.out_features, _ADDED_OUTPUTS)), out, sums,
+            row_scales, bias, num_rows, packed.out_features, SPLITS=splits, WIDTH=_ADDED_OUTPUTS,
             HAS_ROW_SCALES=constants["HAS_ROW_SCALES"], HAS_BIAS=packed.bias is not None, is_dependent=True,
         )  # fmt: skip
     return out
 
 
 def _count_splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
-    """Return the number of splits of the inputs.
+    """Return the number of splits of the inputs: 1, or more if there are too few tiles to fill the device.
 
-    If there are few tiles of outputs, splits fill the device.
+    ``num_bytes`` are the bytes of a row of the weight.
     """
     target = 2 * num_processors(device) // max(num_tiles, 1)
     max_splits = num_bytes // (_MIN_STEPS * _TILE_BYTES)
@@ -125,8 +128,8 @@ def _count_splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
 
 
 def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
-    """Return a single weight ``[out, in]`` as floats of a type."""
-    packed = weights.first
+    """Return a single weight ``[out, in]`` as floats of type ``dtype``."""
+    packed = weights.first_linear
     weight = packed.tensors["weight"]
     out = torch.empty((packed.out_features, packed.in_features), dtype=dtype, device=weight.device)
     launch(
@@ -138,16 +141,17 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
 
 
 def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
-    """Return the product ``[1, out]`` of a single row."""
-    packed = weights.first
+    """Return the product ``[1, out]`` of a single row ``x [1, in]`` with a single weight, plus the bias."""
+    packed = weights.first_linear
     weight, bias = packed.tensors["weight"], packed.bias
     out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
     columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
-    tile = max(_ROW_BYTES // columns, 1)
+    tile_outputs = max(_ROW_BYTES // columns, 1)
+    grid = (divide_up(packed.out_features, tile_outputs),)
     launch(
-        multiply_quantized_row, (divide_up(packed.out_features, tile),), out, x, *_program_tensors(weights),
+        multiply_quantized_row, grid, out, x, *_program_tensors(weights),
         weight if bias is None else bias, packed.out_features, packed.in_features, *_row_lengths(packed),
-        N=tile, BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
+        N=tile_outputs, BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
         **_format_constants(weights.kind, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
@@ -169,8 +173,8 @@ def _tensor_names(encoding: LinearEncoding) -> tuple[str, ...]:
 
 
 def _number_table(weights: WeightTables) -> Tensor:
-    """Return the table of numbers if codes are indices of a table, else a placeholder."""
-    kind, weight = weights.kind.block_kind, weights.first.tensors["weight"]
+    """Return the table of numbers if codes are indices into a table, else a placeholder."""
+    kind, weight = weights.kind.block_kind, weights.first_linear.tensors["weight"]
     if kind is None or kind.table is None:
         return weight
     return _numbers_on_device(kind.table.numbers, weight.device)
@@ -182,7 +186,7 @@ def _numbers_on_device(numbers: tuple[float, ...], device: torch.device) -> Tens
 
 
 def _row_lengths(packed: PackedLinear) -> list[int]:
-    """Return the row lengths of the weight, scales, factors, minima and their factors; 0 if missing."""
+    """Return the elements per row of the weight, scales, factors, minima and min_factors; 0 if missing."""
     names = ("weight", "scales", "factors", "minima", "min_factors")
     tensors = [packed.tensors.get(name) for name in names]
     return [0 if tensor is None else tensor[0].numel() for tensor in tensors]
@@ -195,7 +199,7 @@ def _format_constants(encoding: LinearEncoding, is_nibbles: bool) -> _Format:
     if kind is None:
         return {
             "IS_NIBBLES": is_nibbles,
-            "NUMBERS": encoding.numbers or "integer",
+            "NUMBERS": encoding.number_format or "integer",
             "OFFSET": signed_offset(encoding) if is_nibbles else 0,
             "SCALES": "float",
             "INPUTS_PER_SCALE": encoding.group_size or _ALL_INPUTS,

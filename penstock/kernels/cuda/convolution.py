@@ -1,7 +1,7 @@
 """Convolutions with several groups, in full precision.
 
 cuDNN multiplies float32 numbers in TF32, with 10 bits of mantissa, unless a setting of the whole process
-forbids it. By default, matrix products of cuBLAS are computed in full float32.
+forbids it. This module uses matrix products of cuBLAS instead, which are computed in full float32 by default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.kernels.reference.convolution import ReferenceConvolution
 
 
 class CudaConvolution(ReferenceConvolution):
-    """Convolutions that are computed as one matrix product per group over windows of rows."""
+    """Convolutions with several groups, as one matrix product per group over windows of rows."""
 
     def _grouped_conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
         assert packed.weight is not None
@@ -27,7 +27,7 @@ class CudaConvolution(ReferenceConvolution):
         return y if packed.bias is None else y + packed.bias.float()
 
     def _grouped_conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
-        """Convolve with the reversed taps, after zeros are inserted between the rows."""
+        """Insert zero rows between the rows of x, then convolve with the reversed taps."""
         assert packed.weight is not None
         stride, groups = packed.stride, packed.groups
         # [in, out / groups, k] -> [groups, k, in / groups, out / groups]
@@ -45,12 +45,12 @@ def _convolve(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
 
     ``weight`` is ``[groups, k, in / groups, out / groups]``.
     """
-    groups, size, inputs, _ = weight.shape
-    rows = (len(x) - dilation * (size - 1) - 1) // stride + 1
-    row, column = x.stride()
+    groups, kernel_size, inputs, _ = weight.shape
+    rows = (len(x) - dilation * (kernel_size - 1) - 1) // stride + 1
+    row_stride, column_stride = x.stride()
     windows = x.as_strided(
-        (groups, rows, size, inputs),
-        (inputs * column, stride * row, dilation * row, column),
+        (groups, rows, kernel_size, inputs),
+        (inputs * column_stride, stride * row_stride, dilation * row_stride, column_stride),
         x.storage_offset(),
     )
     y = torch.bmm(windows.flatten(2), weight.flatten(1, 2))  # [groups, rows, out / groups]

@@ -26,13 +26,13 @@ _MEMORY_FRACTION = 0.05
 
 
 class CudaGraph(Graph):
-    """A captured step.
+    """A step captured in a CUDA graph.
 
     Args:
-        ops: the operations that sample between steps.
-        graph: the graph of torch.
+        ops: the operations that sample tokens between steps.
+        graph: torch's graph.
         inputs: the tensors that the graph reads, by name.
-        results: the tensors that the graph writes. The first one has the logits ``[R, V]``.
+        results: the tensors that the graph writes. The first result has the logits ``[R, V]``.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class CudaGraph(Graph):
         stop_tokens: Tensor,
         ranks: Collectives | None = None,
     ) -> Tensor | None:
-        """Launch all steps without waiting; `Graph.replay_steps` describes the arguments.
+        """Launch all steps without waiting for them; `Graph.replay_steps` describes the arguments.
 
-        All steps run, because the host does not see the tokens between the steps. ``stop_tokens`` has no
-        effect. Returns None if the model is divided among ranks.
+        ``stop_tokens`` has no effect: all steps run, because the host does not read the tokens between steps.
+        Returns None if the model has several ranks.
         """
         if ranks is not None:
             return None
@@ -92,7 +92,7 @@ class CudaGraph(Graph):
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     """Copy each source to its target. A source may have fewer columns than its target.
 
-    One launch copies all tensors of an element type that are not matrices.
+    One launch per element type copies all tensors that are not matrices.
     """
     pairs_by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
@@ -109,13 +109,15 @@ def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 class CudaGraphCompiler(GraphCompiler):
     """Captures steps in CUDA graphs that share one memory pool, because only one step runs at a time.
 
-    A step runs once before it is captured, so that Triton programs are compiled and libraries allocate their
-    buffers. Both runs use the same side stream, because torch has a separate memory pool for each stream.
+    A step runs once before its capture, so that Triton programs are compiled and libraries allocate their
+    buffers. Run and capture use the same side stream, because torch has a separate memory pool for each
+    stream.
 
     Args:
         ops: the operations.
         cuda: the module `torch.cuda`, or a replacement for tests.
-        max_bytes: maximum memory of all graphs, inputs included. By default, 5 % of the device's memory.
+        max_bytes: bytes of graphs and their inputs from which on no further graph is captured. By default, 5
+            % of the device's memory.
     """
 
     max_rows = 512
@@ -129,13 +131,13 @@ class CudaGraphCompiler(GraphCompiler):
         self._input_bytes = 0
         self._pool: object = None
         self._stream: torch.cuda.Stream | None = None
-        self._reported: set[str] = set()
+        self._logged_reasons: set[str] = set()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CudaGraph, tuple[Tensor, ...]]:
-        cuda, limit = self._cuda, self._max_memory()
-        used = self._pool_bytes + self._input_bytes
-        if used >= limit:
-            raise self._make_error(f"CUDA graphs take {used >> 20} of {limit >> 20} MiB")
+        cuda, max_bytes = self._cuda, self._get_max_bytes()
+        used_bytes = self._pool_bytes + self._input_bytes
+        if used_bytes >= max_bytes:
+            raise self._make_error(f"CUDA graphs take {used_bytes >> 20} of {max_bytes >> 20} MiB")
         if self._stream is None:
             self._stream = cuda.Stream()
         stream = self._stream
@@ -145,39 +147,42 @@ class CudaGraphCompiler(GraphCompiler):
         cuda.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = cuda.graph_pool_handle()
-        before, graph = cuda.memory_reserved(), cuda.CUDAGraph()
+        reserved_before, graph = cuda.memory_reserved(), cuda.CUDAGraph()
         try:
             with cuda.graph(graph, pool=self._pool, stream=stream):
                 graph_results = tuple(step(self.ops, inputs))
         except RuntimeError as error:
             raise self._make_error(f"CUDA cannot capture this step: {error}") from error
-        self._pool_bytes += max(cuda.memory_reserved() - before, 0)
+        self._pool_bytes += max(cuda.memory_reserved() - reserved_before, 0)
         cuda_graph = CudaGraph(self.ops, graph, inputs, graph_results)
-        size = sum(tensor.nbytes for tensor in cuda_graph.memory)
-        self._input_bytes += size
-        finalize(cuda_graph, self._free_inputs, size)
+        input_bytes = sum(tensor.nbytes for tensor in cuda_graph.memory)
+        self._input_bytes += input_bytes
+        finalize(cuda_graph, self._subtract_inputs, input_bytes)
         return cuda_graph, results
 
-    def _free_inputs(self, size: int) -> None:
-        """Subtract the inputs of a dropped graph. Its other memory stays in the pool for other graphs."""
-        self._input_bytes -= size
+    def _subtract_inputs(self, input_bytes: int) -> None:
+        """Stop counting the inputs of a deleted graph. The pool keeps its other memory for other graphs."""
+        self._input_bytes -= input_bytes
 
-    def _max_memory(self) -> int:
-        """Return the maximum memory of all graphs in bytes."""
+    def _get_max_bytes(self) -> int:
+        """Return the bytes of graphs and their inputs from which on no further graph is captured."""
         if self._max_bytes is None:
             self._max_bytes = int(_MEMORY_FRACTION * self._cuda.mem_get_info()[1])
         return self._max_bytes
 
     def _make_error(self, reason: str) -> UnrecordableStepError:
-        """Return the error that makes the caller run a step eagerly. Log each reason once."""
+        """Return the error that makes the caller run a step eagerly.
+
+        Log the first line of each reason once.
+        """
         line = reason.splitlines()[0]
-        if line not in self._reported:
-            self._reported.add(line)
+        if line not in self._logged_reasons:
+            self._logged_reasons.add(line)
             _logger.warning("%s: steps of this shape run without a graph, which is slower", line)
         return UnrecordableStepError(line)
 
 
 def make_graph_compiler(ops: Ops) -> CudaGraphCompiler | None:
-    """Return the compiler of these operations; None if they do not run on a GPU."""
+    """Return the compiler of ``ops``; None if they are not `CudaOps` on a GPU."""
     is_usable = isinstance(ops, CudaOps) and torch.cuda.is_available()
     return CudaGraphCompiler(ops) if is_usable else None

@@ -1,8 +1,8 @@
 """Corrections of Triton's interpreter, which runs programs on CPU tensors with ``TRITON_INTERPRET=1``.
 
 The interpreter stores bfloat16 numbers as integers with the same bits. Two of its operations therefore give
-other results than a GPU: a conversion to bfloat16 truncates or reinterprets the bits, and a matrix product
-multiplies the integers.
+other results than a GPU: a conversion from or to bfloat16 truncates or reinterprets the bits, and a matrix
+product multiplies the integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class _Type(Protocol):
-    """A type of Triton."""
+    """A Triton type, such as bfloat16 or a block of bfloat16."""
 
     scalar: object
 
@@ -30,7 +30,7 @@ class _Handle(Protocol):
 
 @cache
 def correct_bfloat16() -> None:
-    """Replace the two operations of the interpreter in this process by correct ones."""
+    """Replace the conversions and matrix products of the interpreter in this process by correct ones."""
     import triton.language as tl
     from triton.runtime import interpreter
 

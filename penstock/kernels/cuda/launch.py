@@ -1,4 +1,4 @@
-"""Launches programs, and provides the sizes, strides and device properties that a launch needs."""
+"""Launches Triton programs, and provides the sizes, strides and device properties that a launch needs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from penstock.kernels.cuda.interpreter import ignore_overflow
 
 _INTERPRETED_PROCESSORS = 132
-"""Number of multiprocessors that the interpreter assumes: the number of an H100."""
+"""Number of multiprocessors that `num_processors` returns for CPU tensors: the number of an H100."""
 
 
 class Program(Protocol):
-    """A function with `triton.jit`."""
+    """A function decorated with `triton.jit`."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         """Return the function that runs the program for each element of a grid."""
@@ -34,18 +34,18 @@ def launch(
     """Run a program on the device of its first argument, which is a tensor.
 
     By default, programs are compiled without fusing a multiplication and an addition, so that they round like
-    the reference kernels. This does not affect matrix products.
+    the reference kernels. Matrix products are not affected.
 
     Args:
         program: the program.
-        grid: the grid dimensions; nothing runs if one is 0.
-        first: its first argument.
-        *arguments: its other arguments.
+        grid: the grid dimensions. Nothing runs if one is 0.
+        first: the first argument of the program.
+        *arguments: the other arguments of the program.
         is_dependent: whether the program supports programmatic dependent launch (compute capability 9.0): it
             has the constant ``PDL`` and may start while the previous kernel still runs. It must call
             `programs.dependent_launch.wait_for_previous` before it reads results of other kernels and before
             it writes.
-        **options: its constant arguments, and options of Triton such as ``num_warps`` and ``num_stages``.
+        **options: the constants of the program, and options of Triton such as ``num_warps``, ``num_stages``.
     """
     if 0 in grid:
         return
@@ -72,7 +72,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a kernel can be launched on the device before the previous kernel has ended."""
+    """Return whether the device supports programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -82,12 +82,12 @@ def power_of_two(number: int, at_least: int = 1) -> int:
 
 
 def divide_up(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up."""
+    """Return ``number / divisor``, rounded up."""
     return -(-number // divisor)
 
 
 def has_rows(*tensors: Tensor) -> bool:
-    """Return whether the last dimension of each tensor is contiguous."""
+    """Return whether the last dimension of each tensor is contiguous or has one element."""
     return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
 
 
@@ -97,5 +97,5 @@ def row_stride(x: Tensor) -> int:
 
 
 def tensor_addresses(tensors: Sequence[Tensor]) -> Tensor:  # [n] int64
-    """Return the addresses of tensors, on their device."""
+    """Return the addresses of tensors, as a tensor on the device of the first."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)

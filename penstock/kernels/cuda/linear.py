@@ -12,7 +12,7 @@ from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.products import multiply_encoded, multiply_floats, multiply_row
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
-from penstock.kernels.cuda.rows import CudaRows
+from penstock.kernels.cuda.recurrent import CudaRecurrent
 from penstock.kernels.cuda.weight_tables import Groups, WeightTables
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.inputs import LoRAInputs
@@ -20,12 +20,12 @@ from penstock.kernels.linear import LinearSlice, PackedLinear, make_packed_linea
 from penstock.kernels.nibbles import NIBBLES, fits_nibbles, to_nibbles
 
 
-class CudaLinear(CudaRows):
+class CudaLinear(CudaRecurrent):
     """Linear layers and adapters.
 
-    cuBLAS chooses its kernels by the number of rows, and a single row has its own program. After
-    `require_determinism`, Triton programs multiply floats instead, and the result of a row does not depend
-    on the number of rows.
+    By default, cuBLAS multiplies floats. It chooses its kernels by the number of rows, and a Triton program
+    replaces it for a single row. After `require_determinism`, Triton programs multiply floats for any number
+    of rows, and the result of a row does not depend on the number of rows.
     """
 
     def require_determinism(self) -> None:
@@ -57,9 +57,9 @@ class CudaLinear(CudaRows):
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def _multiply(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """Return the product without adapters."""
-        kind = encoding_named(packed.encoding)
-        if kind.is_float and not self.is_deterministic:
+        """Return the product plus the bias, without adapters."""
+        encoding = encoding_named(packed.encoding)
+        if encoding.is_float and not self.is_deterministic:
             weight, bias = packed.tensors["weight"], packed.bias
             if len(x) == 1 and x.dim() == 2 and x.dtype in FLOATS and has_rows(x) and weight.is_contiguous():
                 return multiply_row(x, packed)
@@ -72,12 +72,15 @@ class CudaLinear(CudaRows):
             return super().linear(x, packed)
         if packed.order is not None:
             x = x.index_select(1, packed.order)
-        if kind.is_float:
+        if encoding.is_float:
             return multiply_floats(x, weights, None, is_deterministic=True)
         return multiply_encoded(x, weights, None, is_deterministic=self.is_deterministic)
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        """Add the product of each row's adapter. The rows are sorted by adapter on the device."""
+        """Return y after adding the product of each row with its adapter.
+
+        The device sorts rows by adapter.
+        """
         adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
         if not adapted_slices:
             return y
@@ -86,8 +89,8 @@ class CudaLinear(CudaRows):
             matrix.dtype not in FLOATS for part in adapted_slices for matrix in lora.matrices[part.name]
         ):
             return super()._add_lora(y, x, packed, lora)
-        count = lora.matrices[adapted_slices[0].name][0].shape[0]
-        groups = Groups.of(lora.rows, count)
+        num_adapters = lora.matrices[adapted_slices[0].name][0].shape[0]
+        groups = Groups.of(lora.rows, num_adapters)
         for part in adapted_slices:
             down, up = lora.matrices[part.name]  # [n, R, in], [n, out, R]
             ranks = lora.ranks.get(part.name)
@@ -99,12 +102,12 @@ class CudaLinear(CudaRows):
 
 
 def packed_for_gpu(packed: PackedLinear) -> PackedLinear:
-    """Return the layer packed in nibbles if its encoding fits, else the unchanged layer."""
-    kind = encoding_named(packed.encoding)
-    if not fits_nibbles(kind):
+    """Return the layer in the layout `NIBBLES` if its encoding supports it, else the unchanged layer."""
+    encoding = encoding_named(packed.encoding)
+    if not fits_nibbles(encoding):
         return packed
     shape = (packed.out_features, packed.in_features)
-    tensors = to_nibbles(packed.tensors, kind)
+    tensors = to_nibbles(packed.tensors, encoding)
     return make_packed_linear(
         tensors, shape, packed.encoding, packed.bias, packed.slices, NIBBLES, packed.order
     )
@@ -113,24 +116,26 @@ def packed_for_gpu(packed: PackedLinear) -> PackedLinear:
 def _multiply_adapters(
     out: Tensor, x: Tensor, matrices: Tensor, groups: Groups, ranks: Tensor | None, *, gathers: bool
 ) -> None:
-    """Multiply each row by the matrix ``[out, in]`` of its adapter.
+    """Multiply each row by the matrix of its adapter.
 
     Args:
-        out: ``[T, R]``, sorted by adapter, if ``gathers``; else ``[T, out]``, to which the product is added.
-        x: ``[T, in]`` if ``gathers``; else ``[T, R]``, sorted by adapter.
-        matrices: ``[n, out, in]``.
+        out: with ``gathers``, the result ``[T, R]``, sorted by adapter. Otherwise ``[T, out]``, to which the
+            product is added.
+        x: ``[T, in]`` with ``gathers``, else ``[T, R]``, sorted by adapter.
+        matrices: ``[n, R, in]`` with ``gathers``, else ``[n, out, R]``.
         groups: the rows of each adapter.
-        ranks: ``[n]`` ranks in use; None if all adapters use all R.
-        gathers: whether this is the first of the two products.
+        ranks: the rank of each adapter ``[n]``; None if all adapters have rank R.
+        gathers: whether this is the first of the two products, the one with A.
     """
     outputs, inputs = matrices.shape[1:]
-    tile, columns = 16, 32
-    grid = (len(x) // tile + groups.count, divide_up(outputs, columns))
+    tile_rows, tile_outputs = 16, 32
+    grid = (len(x) // tile_rows + groups.count, divide_up(outputs, tile_outputs))
     limits = "" if ranks is None else ("out" if gathers else "in")
     launch(
         floats_program, grid, out, x, matrices, matrices, matrices, matrices, groups.rows,
         groups.starts, groups.starts if ranks is None else ranks, len(x), groups.count, outputs, inputs,
-        row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile, N=columns,
+        row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile_rows,
+        N=tile_outputs,
         INPUTS=max(16, min(power_of_two(inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
         SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, TO_FLOAT32=True,
     )  # fmt: skip

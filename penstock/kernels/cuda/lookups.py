@@ -1,4 +1,4 @@
-"""Lookups and writes of rows by index. An index outside the tensor affects only its own row.
+"""Lookups and writes of rows by index. An index outside the table affects only the result of its own row.
 
 torch's lookups assert on the device that each index is inside the tensor. A failed assertion ends the CUDA
 context of the process, and with it all requests.
@@ -37,7 +37,7 @@ class CudaLookups(CudaAttention):
         return out
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        if any(one.dtype not in (*FLOATS, *_INTEGERS) for one in (x, values)):
+        if any(tensor.dtype not in (*FLOATS, *_INTEGERS) for tensor in (x, values)):
             return super().put_rows(x, rows, values)
         out = x.clone(memory_format=torch.contiguous_format)
         flat = _as_matrix(values)
@@ -62,12 +62,13 @@ class CudaLookups(CudaAttention):
 
 
 def _as_matrix(x: Tensor) -> Tensor:
-    """Return ``[T, F]`` with contiguous rows; a view if possible."""
+    """Return x as a matrix ``[T, F]`` with contiguous rows, without a copy if possible."""
     flat = x.flatten(1) if x.dim() > 1 else x[:, None]
     return flat if has_rows(flat) else flat.contiguous()
 
 
 def _move_indices(x: Tensor, indices: Tensor) -> Tensor:
+    """Return the indices as a contiguous tensor on the device of x."""
     return indices.to(x.device).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The memory of a GPU, from the counters of torch's allocator and of the driver."""
+"""`CudaMemory`: the free and the peak memory of a GPU, from torch's allocator and the driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.kernels.ops import Ops
 class CudaMemory(DeviceMemory):
     """The memory of a GPU.
 
-    The peak is the growth of the memory reserved by the allocator, including gaps between tensors.
+    `peak` measures the growth of the memory that torch's allocator reserves, including gaps between tensors.
 
     Args:
         device: the GPU.

@@ -23,10 +23,11 @@ from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
 _MAX_COLUMNS = 1024
+"""Maximum number of columns per tile of the program `combine_experts`."""
 
 
 class CudaOps(CudaConvolution, CudaLinear):
-    """Triton programs for float32, bfloat16 and float16 activations."""
+    """The operations with Triton programs, for float32, bfloat16 and float16 activations."""
 
     def __init__(self) -> None:
         if is_interpreted():
@@ -67,7 +68,7 @@ class CudaOps(CudaConvolution, CudaLinear):
         y = self._multiply_grouped(y, weights[1], Groups(positions, pairs.starts, pairs.count))
         pair_positions = torch.empty_like(pairs.rows)
         pair_positions[pairs.rows] = positions
-        pair_positions, order = pair_positions.view(num_rows, top).sort(-1)  # by id of the expert
+        pair_positions, order = pair_positions.view(num_rows, top).sort(-1)  # ascending expert ids
         row_weights = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         columns = min(_MAX_COLUMNS, power_of_two(x.shape[1]))
@@ -76,8 +77,8 @@ class CudaOps(CudaConvolution, CudaLinear):
         return out
 
     def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:
-        # On a GPU, `index_add_` adds the values of a row in any order. Therefore each call adds the values of
-        # one expert, whose rows are distinct.
+        # On a GPU, one call of `index_add_` adds the values of a row in any order. Each call here has only
+        # the values of one expert, whose rows are distinct, so that the order of additions is fixed.
         row_parts, value_parts = rows.split_with_sizes(counts), values.split_with_sizes(counts)
         for expert_rows, expert_values in zip(row_parts, value_parts, strict=True):
             total.index_add_(0, expert_rows, expert_values)
@@ -88,7 +89,7 @@ class CudaOps(CudaConvolution, CudaLinear):
         return multiply_encoded(x, weights, groups, is_deterministic=self.is_deterministic)
 
     def _get_weights(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
-        """Return the weights of the gate_up and down layers; None if no program supports them."""
+        """Return the weights of the gate_up and down layers; None if no program supports one of them."""
         if packed not in self._experts:
             gate_up, down = (_make_grouped_weights(linears) for linears in (packed.gate_up, packed.down))
             if gate_up is None or down is None:

@@ -12,9 +12,9 @@ from penstock.kernels.cuda.programs import quantization
 from penstock.kernels.cuda.weight_tables import (
     Groups,
     WeightTables,
-    output_tile,
     product_grid,
     sorted_rows,
+    tile_outputs,
     tile_rows,
 )
 from penstock.kernels.linear import PackedLinear
@@ -22,25 +22,25 @@ from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 
 _INPUTS = 64
 """Number of inputs per tile. It is fixed because the order of additions depends on it."""
-_ROW_WEIGHTS, _ROW_INPUTS = 8192, 4096
-"""Number of weights, and of inputs, that a program for a single row reads at once."""
+_MAX_ROW_WEIGHTS, _MAX_ROW_INPUTS = 8192, 4096
+"""Maximum number of weights, and of inputs, that a program for a single row reads at once."""
 
 
 def multiply_floats(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
-    """Return the product of rows with weights of floats.
+    """Return the product of rows with weights of floats, plus the bias.
 
     Args:
         x: ``[T, in]``.
         weights: one weight, or one weight per group.
         groups: the rows of ``x`` to multiply by each weight. None: all rows are multiplied by one weight.
-        is_deterministic: whether the sizes of tiles must be independent of the number of rows.
+        is_deterministic: whether the bits of a row must be independent of the number of rows.
 
     Returns:
         ``[T, out]``, or ``[P, out]`` in the order of ``groups.rows``.
     """
-    packed = weights.first
+    packed = weights.first_linear
     count = len(x) if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
     weight = packed.tensors["weight"]
@@ -58,18 +58,16 @@ def multiply_floats(
 
 
 def multiply_row(x: Tensor, packed: PackedLinear) -> Tensor:
-    """Return the product ``[1, out]`` of a single row ``[1, in]`` with a weight of floats.
-
-    The product reads each weight once and is bound by the memory bandwidth.
-    """
+    """Return the product ``[1, out]`` of a single row with a weight of floats, plus the bias."""
     weight, bias = packed.tensors["weight"], packed.bias
     outputs, inputs = packed.out_features, packed.in_features
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    columns = min(power_of_two(inputs, 16), _ROW_INPUTS)
-    tile = max(_ROW_WEIGHTS // columns, 1)
+    tile_inputs = min(power_of_two(inputs, 16), _MAX_ROW_INPUTS)
+    tile_outputs = max(_MAX_ROW_WEIGHTS // tile_inputs, 1)
     launch(
-        programs.multiply_row, (divide_up(outputs, tile),), out, x, weight, weight if bias is None else bias,
-        outputs, inputs, N=tile, INPUTS=columns, HAS_BIAS=bias is not None, is_dependent=True,
+        programs.multiply_row, (divide_up(outputs, tile_outputs),), out, x, weight,
+        weight if bias is None else bias, outputs, inputs, N=tile_outputs, INPUTS=tile_inputs,
+        HAS_BIAS=bias is not None, is_dependent=True,
     )  # fmt: skip
     return out
 
@@ -77,42 +75,44 @@ def multiply_row(x: Tensor, packed: PackedLinear) -> Tensor:
 def multiply_encoded(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
-    """Return the product of rows with quantized weights; arguments as in `multiply_floats`."""
-    is_integer = weights.kind.numbers == "integer" and weights.kind.group_size is None
+    """Return the product of rows with quantized weights, plus the bias. Arguments as in `multiply_floats`."""
+    is_integer = weights.kind.number_format == "integer" and weights.kind.group_size is None
     if is_integer and (groups is not None or is_deterministic or len(x) <= MAX_TILED_ROWS):
         return multiply_integers(x, weights, groups)
     return multiply_codes(x, weights, groups, is_deterministic=is_deterministic)
 
 
 def multiply_integers(x: Tensor, weights: WeightTables, groups: Groups | None) -> Tensor:
-    """Return the product of rows, quantized to 8 bits, with integers that have one scale per output.
+    """Return the product of rows with int8 weights that have one scale per output, plus the bias.
 
-    The sums are exact. Arguments and result as in `multiply_floats`.
+    The rows are quantized to integers first, and sums of integers are exact. Arguments and result as in
+    `multiply_floats`.
     """
-    packed, (num_rows, in_features) = weights.first, x.shape
+    packed, (num_rows, in_features) = weights.first_linear, x.shape
     integers = torch.empty((2, num_rows, in_features), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    wide = torch.empty(num_rows, dtype=torch.int32, device=x.device)
+    has_wide = torch.empty(num_rows, dtype=torch.int32, device=x.device)
     extras = min(MAX_EXTRAS, in_features // INPUTS_PER_EXTRA)
     launch(
-        quantization.quantize_rows, (num_rows,), integers, scales, wide, x, num_rows, in_features,
+        quantization.quantize_rows, (num_rows,), integers, scales, has_wide, x, num_rows, in_features,
         row_stride(x), extras, is_dependent=True, WIDTH=power_of_two(in_features), num_warps=8,
     )  # fmt: skip
     count = num_rows if groups is None else len(groups.rows)
     out = torch.empty((count, packed.out_features), dtype=x.dtype, device=x.device)
     if num_rows == 1 and groups is None:
-        columns = min(power_of_two(in_features, 32), _ROW_INPUTS)
-        tile = max(_ROW_WEIGHTS // columns, 1)
+        inputs_per_tile = min(power_of_two(in_features, 32), _MAX_ROW_INPUTS)
+        outputs_per_tile = max(_MAX_ROW_WEIGHTS // inputs_per_tile, 1)
+        grid = (divide_up(packed.out_features, outputs_per_tile),)
         launch(
-            programs.multiply_integer_row, (divide_up(packed.out_features, tile),), out, integers, scales,
-            wide, *weights.arguments("weight", "scales", "bias")[::2], packed.out_features, in_features,
-            N=tile, INPUTS=columns, HAS_BIAS=packed.bias is not None, is_dependent=True,
+            programs.multiply_integer_row, grid, out, integers, scales,
+            has_wide, *weights.arguments("weight", "scales", "bias")[::2], packed.out_features, in_features,
+            N=outputs_per_tile, INPUTS=inputs_per_tile, HAS_BIAS=packed.bias is not None, is_dependent=True,
         )  # fmt: skip
         return out
-    rows, columns = tile_rows(count, groups), output_tile(count, packed, groups, x.device)
+    rows, columns = tile_rows(count, groups), tile_outputs(count, packed, groups, x.device)
     launch(
         programs.multiply_rows, product_grid(count, rows, columns, packed, groups), out, integers, scales,
-        wide, *weights.arguments("weight", "scales", "bias"), *sorted_rows(x, groups), count,
+        has_wide, *weights.arguments("weight", "scales", "bias"), *sorted_rows(x, groups), count,
         1 if groups is None else groups.count, num_rows, packed.out_features, in_features, M=rows, N=columns,
         INPUTS=_INPUTS, GROUPS=groups is not None, GATHERS=groups is not None,
         HAS_BIAS=packed.bias is not None,

@@ -1,4 +1,4 @@
-"""The queue of a GPU: the current stream for work, a side stream for copies to the host."""
+"""`CudaQueue`: launches work in the current stream, and copies to the host in a side stream."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class LaunchedWork(SubmittedWork[T], Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PinnedCopy(HostCopy):
-    """A copy to pinned memory, complete when its event has occurred."""
+    """A copy to pinned host memory, which is complete when ``done_event`` has occurred."""
 
     host: Tensor
-    done: torch.cuda.Event
+    done_event: torch.cuda.Event
 
     def wait(self) -> Tensor:
-        self.done.synchronize()
+        self.done_event.synchronize()
         return self.host
 
 
@@ -52,26 +52,26 @@ class CudaQueue(DeviceQueue):
 
     def __init__(self, *, cuda: ModuleType = torch.cuda) -> None:
         self._cuda = cuda
-        self._side: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
 
     def submit(self, work: Callable[[], T]) -> LaunchedWork[T]:
         return LaunchedWork(work())
 
     def fetch(self, result: SubmittedWork[Tensor]) -> PinnedCopy:
         cuda, tensor = self._cuda, result.value
-        if self._side is None:
-            self._side = cuda.Stream(tensor.device)
-        self._side.wait_stream(cuda.current_stream(tensor.device))
-        with cuda.stream(self._side):
+        if self._copy_stream is None:
+            self._copy_stream = cuda.Stream(tensor.device)
+        self._copy_stream.wait_stream(cuda.current_stream(tensor.device))
+        with cuda.stream(self._copy_stream):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             host.copy_(tensor, non_blocking=True)
-            done = cuda.Event()
-            done.record(self._side)
+            done_event = cuda.Event()
+            done_event.record(self._copy_stream)
         if tensor.is_cuda:
-            tensor.record_stream(self._side)  # the memory is reused only after the copy has run
-        return PinnedCopy(host, done)
+            tensor.record_stream(self._copy_stream)  # the memory is reused only after the copy has run
+        return PinnedCopy(host, done_event)
 
 
 def make_queue(ops: Ops) -> CudaQueue | None:
-    """Return the queue of these operations; None if they do not run on a GPU."""
+    """Return the queue of ``ops``; None if they are not `CudaOps` on a GPU."""
     return CudaQueue() if isinstance(ops, CudaOps) and torch.cuda.is_available() else None

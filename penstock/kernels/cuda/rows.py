@@ -20,24 +20,29 @@ from penstock.kernels.experts import ClampedSwiGLU
 from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.routing import Routing
 
-_MAX_NORM = 1 << 15
-"""Maximum width of a row of a norm, which one program holds in registers."""
+_MAX_NORM_WIDTH = 1 << 15
+"""Maximum width of a row of which one program computes the norm, because it holds the row in registers."""
 _MAX_EXPERTS = 1024
+"""Maximum number of experts of the routing program."""
 _COLUMNS = 1024
 """Maximum number of columns per tile of elementwise programs."""
-_LOGITS = 1024
-"""Number of logits per chunk of the sampler, unless the vocabulary is smaller or has too many chunks."""
-_CHUNKS = 256
-"""Maximum number of chunks. Chunks of larger vocabularies have more logits."""
+_CHUNK_LOGITS = 1024
+"""Number of logits per chunk of the sampler.
+
+A chunk of a small vocabulary has fewer logits, and a chunk of a vocabulary with more than `_MAX_CHUNKS` such
+chunks has more.
+"""
+_MAX_CHUNKS = 256
+"""Maximum number of chunks of a row."""
 _MIN_SELECT_PROGRAMS = 1024
-"""Minimum number of programs that list candidates, unless there are fewer chunks of all rows.
+"""Minimum number of programs of `sampling.select`, unless the rows have fewer chunks in total.
 
 The number does not change the results.
 """
 _SMALL_LIST, _LARGE_LIST = 1024, 4096
-"""Maximum numbers of listed tokens for the two versions of the sampler that keep the list in registers."""
+"""Maximum numbers of listed tokens of the two versions of `draw_from_list`, which use registers only."""
 _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""Element type -> number of low bits that are 0 in a float32 number converted from this type."""
+"""For each element type, the number of low bits that are 0 in a float32 number converted from this type."""
 
 
 class CudaRows(CudaLookups):
@@ -89,15 +94,15 @@ class CudaRows(CudaLookups):
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
     ) -> tuple[Tensor, Tensor]:
         half, dim = cos.shape[1], q.shape[2]
-        floats = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-        if q.dtype not in FLOATS or q.dtype != k.dtype or not has_rows(q, k) or not floats:
+        tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        if q.dtype not in FLOATS or q.dtype != k.dtype or not has_rows(q, k) or not tables_fit:
             return super().rotary(q, k, cos, sin, is_interleaved=is_interleaved)
         outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-        rest = dim - 2 * half
+        unrotated_dims = dim - 2 * half
         launch(
             programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
             *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
-            REST=power_of_two(rest) if rest else 0, IS_INTERLEAVED=is_interleaved,
+            REST=power_of_two(unrotated_dims) if unrotated_dims else 0, IS_INTERLEAVED=is_interleaved,
             is_dependent=True, num_warps=1,
         )  # fmt: skip
         return outs[0], outs[1]
@@ -118,16 +123,16 @@ class CudaRows(CudaLookups):
         )  # fmt: skip
 
     def route(
-        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+        self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         rows, experts = logits.shape
         fits = logits.dtype in FLOATS and has_rows(logits) and isinstance(routing, str) and bias is None
-        if not fits or not 0 < top <= experts <= _MAX_EXPERTS:
-            return super().route(logits, top, routing, bias)
-        topk_weights = torch.empty((rows, top), dtype=torch.float32, device=logits.device)
-        topk_ids = torch.empty((rows, top), dtype=torch.int64, device=logits.device)
+        if not fits or not 0 < top_k <= experts <= _MAX_EXPERTS:
+            return super().route(logits, top_k, routing, bias)
+        topk_weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+        topk_ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
         launch(
-            route, (rows,), topk_weights, topk_ids, logits, experts, row_stride(logits), TOP=top,
+            route, (rows,), topk_weights, topk_ids, logits, experts, row_stride(logits), TOP=top_k,
             WIDTH=power_of_two(experts), ROUTING=routing, num_warps=1,
         )  # fmt: skip
         return topk_weights, topk_ids
@@ -137,7 +142,9 @@ class CudaRows(CudaLookups):
         if logits.dtype not in FLOATS or not has_rows(logits):
             return super().sample(logits, sampling, bitmask)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        chunk = min(max(_LOGITS, power_of_two(divide_up(vocabulary, _CHUNKS))), power_of_two(vocabulary, 16))
+        chunk = min(
+            max(_CHUNK_LOGITS, power_of_two(divide_up(vocabulary, _MAX_CHUNKS))), power_of_two(vocabulary, 16)
+        )
         chunks = divide_up(vocabulary, chunk)
         fields = torch.empty((rows, NUM_FIELDS.value, chunks), dtype=torch.float32, device=logits.device)
         masses = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
@@ -157,10 +164,10 @@ class CudaRows(CudaLookups):
             sampling_programs.summarize, (rows, chunks), fields, *inputs, *sizes, **chunk_constants,
             num_warps=4,
         )  # fmt: skip
-        parts = min(chunks, divide_up(_MIN_SELECT_PROGRAMS, max(rows, 1)))
+        programs_per_row = min(chunks, divide_up(_MIN_SELECT_PROGRAMS, max(rows, 1)))
         launch(
-            sampling_programs.select, (rows, parts), fields, masses, offsets, *inputs, min_p, *sizes,
-            **row_constants, num_warps=4,
+            sampling_programs.select, (rows, programs_per_row), fields, masses, offsets, *inputs, min_p,
+            *sizes, **row_constants, num_warps=4,
         )  # fmt: skip
         launch(
             sampling_programs.draw, (rows,), tokens, fields, masses, offsets, *inputs, min_p, uniforms,
@@ -171,8 +178,8 @@ class CudaRows(CudaLookups):
 
 
 def _can_norm(x: Tensor, *weights: Tensor) -> bool:
-    """Return whether the program can norm rows of this type, width and layout."""
-    fits = x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM and has_rows(x) and x.dim() in (2, 3)
+    """Return whether the norm program supports the type, width and layout of ``x`` and of the weights."""
+    fits = x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM_WIDTH and has_rows(x) and x.dim() in (2, 3)
     return fits and all(
         weight.is_contiguous() and weight.dtype in FLOATS and weight.dim() == 1 for weight in weights
     )
@@ -181,9 +188,10 @@ def _can_norm(x: Tensor, *weights: Tensor) -> bool:
 def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``x + residual``, and this sum; without ``residual``, the norm of ``x`` twice.
+    """Return the norm of ``x + residual``, and the sum ``x + residual``.
 
-    The norm is a layer norm if ``bias`` is given, else an RMS norm.
+    Without ``residual``, both results are the norm of ``x``. The norm is a layer norm if ``bias`` is given,
+    else an RMS norm.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
@@ -201,10 +209,10 @@ def _norm(
     return out, total
 
 
-def _apply(program: Program, x: Tensor, width: int, *numbers: float, KIND: str) -> Tensor:
-    """Return ``[T, width]``, the result of an elementwise program on the rows of x."""
+def _apply(program: Program, x: Tensor, width: int, *scalars: float, KIND: str) -> Tensor:
+    """Return the result ``[T, width]`` of an elementwise program; ``scalars`` are its further arguments."""
     out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
     columns = min(_COLUMNS, power_of_two(width))
     grid = (len(x), divide_up(width, columns))
-    launch(program, grid, out, x, width, row_stride(x), *numbers, is_dependent=True, WIDTH=columns, KIND=KIND)
+    launch(program, grid, out, x, width, row_stride(x), *scalars, is_dependent=True, WIDTH=columns, KIND=KIND)
     return out

@@ -1,4 +1,4 @@
-"""The weights of a product, and the rows that each of them multiplies."""
+"""The weights of a product, the rows that each weight multiplies, and the tiles of the product."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from penstock.kernels.linear import ROWS, PackedLinear
 from penstock.kernels.nibbles import NIBBLES
 
 _MAX_INPUTS = 1 << 15
-"""Maximum length of a row that one program quantizes."""
+"""Maximum number of inputs of a row that one program quantizes."""
 _FIXED_ROWS = 64
 """Rows of a tile if results must not depend on the number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Rows sorted by group. Entry p of the sorted order is row ``rows[p]``."""
+    """Rows sorted by group: by the weight, such as an expert or an adapter, that multiplies them."""
 
-    rows: Tensor  # [P] int64
+    rows: Tensor  # [P] int64: entry p of the sorted order is row rows[p]
     starts: Tensor  # [n + 1] int64: group g has the entries starts[g]:starts[g + 1] of the sorted order
     count: int  # n
 
@@ -32,8 +32,8 @@ class Groups:
     def of(cls, group_of_row: Tensor, count: int) -> Groups:
         """Sort rows by ``group_of_row [P]`` int64. Rows with -1 have no group and come first."""
         sorted_groups, rows = torch.sort(group_of_row, stable=True)
-        numbers = torch.arange(count + 1, dtype=sorted_groups.dtype, device=sorted_groups.device)
-        return cls(rows, torch.searchsorted(sorted_groups, numbers), count)
+        group_ids = torch.arange(count + 1, dtype=sorted_groups.dtype, device=sorted_groups.device)
+        return cls(rows, torch.searchsorted(sorted_groups, group_ids), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,17 @@ class WeightTables:
     """One weight, or several of the same shape and encoding, in the form that the programs read."""
 
     kind: LinearEncoding
-    first: PackedLinear
+    first_linear: PackedLinear
     tables: dict[str, Tensor]
-    """Name of a tensor -> the addresses ``[n]`` of the tensors of all weights; empty for one weight."""
+    """By tensor name, the addresses ``[n]`` of the tensor in all weights; empty for one weight."""
 
     @classmethod
     def of(cls, linears: Sequence[PackedLinear]) -> WeightTables | None:
-        """Return the weights of layers.
+        """Return the weights of layers, or None if no program supports the product.
 
-        None if the layers differ in shape, encoding or layout, if only some have a bias, if a weight is not
-        packed yet, if one of several layers has an input order, or if no program supports the weights.
+        None is returned if the layers differ in shape, encoding or layout, if only some have a bias, if a
+        weight is not packed yet, if one of several layers permutes its inputs, or if no program supports the
+        encoding.
         """
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(linear.tensors, LazyWeight) and linear.tensors.parts for linear in linears):
@@ -71,27 +72,28 @@ class WeightTables:
         return cls(kind, first, tables)
 
     def arguments(self, *names: str) -> list[Tensor]:
-        """Return each tensor followed by its address table.
+        """Return each named tensor of the first weight, followed by the address table of the tensor.
 
         Placeholders replace missing tensors and tables.
         """
         arguments: list[Tensor] = []
+        first = self.first_linear
+        placeholder = first.tensors["weight"]
         for name in names:
-            placeholder = self.first.tensors["weight"]
-            exists = name in self.first.tensors or (name == "bias" and self.first.bias is not None)
-            tensor = _get_tensor(self.first, name) if exists else placeholder
+            exists = name in first.tensors or (name == "bias" and first.bias is not None)
+            tensor = _get_tensor(first, name) if exists else placeholder
             arguments += [tensor, self.tables.get(name, tensor)]
         return arguments
 
 
 def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
-    """Return whether a program can multiply by this weight."""
+    """Return whether a program can multiply by the weight of this layer."""
     tensors = packed.tensors
     if packed.layout not in (ROWS, NIBBLES) or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return False
-    if kind.is_float or kind.block_kind is not None or kind.numbers == "e4m3":
+    if kind.is_float or kind.block_kind is not None or kind.number_format == "e4m3":
         return True
-    if kind.numbers != "integer":
+    if kind.number_format != "integer":
         return False
     return kind.group_size is not None or (not kind.has_zero_points and packed.in_features <= _MAX_INPUTS)
 
@@ -103,35 +105,37 @@ def _get_tensor(packed: PackedLinear, name: str) -> Tensor:
     return packed.tensors[name]
 
 
-def tile_rows(count: int, groups: Groups | None, *, is_deterministic: bool = False) -> int:
-    """Return the number of rows of a tile.
+def tile_rows(num_rows: int, groups: Groups | None, *, is_deterministic: bool = False) -> int:
+    """Return the number of rows of a tile of a product of ``num_rows`` rows.
 
     With ``is_deterministic`` the number is fixed, so that results do not depend on the number of rows.
-    Otherwise it depends on the rows per group.
+    Otherwise it depends on the mean number of rows per group.
     """
     if is_deterministic:
         return _FIXED_ROWS
-    rows_per_group = count if groups is None else count // groups.count
+    rows_per_group = num_rows if groups is None else num_rows // groups.count
     return 16 if rows_per_group <= 16 else 32 if rows_per_group <= 32 else 64
 
 
-def output_tile(count: int, packed: PackedLinear, groups: Groups | None, device: torch.device) -> int:
+def tile_outputs(num_rows: int, packed: PackedLinear, groups: Groups | None, device: torch.device) -> int:
     """Return the number of outputs of a tile: 16 or 64.
 
     It is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
     """
     is_large = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
-    return 64 if is_large or count > 64 else 16
+    return 64 if is_large or num_rows > 64 else 16
 
 
 def product_grid(
-    count: int, rows: int, columns: int, packed: PackedLinear, groups: Groups | None
+    num_rows: int, rows_per_tile: int, outputs_per_tile: int, packed: PackedLinear, groups: Groups | None
 ) -> tuple[int, int]:
-    """Return the grid of a product of ``count`` rows with tiles of ``rows`` rows and ``columns`` outputs."""
-    tiles = divide_up(count, rows) if groups is None else count // rows + groups.count
-    return tiles if count else 0, divide_up(packed.out_features, columns)
+    """Return the grid of a product: the number of tiles of rows (with groups, at most), and of outputs."""
+    row_tiles = divide_up(num_rows, rows_per_tile)
+    if groups is not None:
+        row_tiles = num_rows // rows_per_tile + groups.count
+    return row_tiles if num_rows else 0, divide_up(packed.out_features, outputs_per_tile)
 
 
 def sorted_rows(x: Tensor, groups: Groups | None) -> tuple[Tensor, Tensor]:
-    """Return the arguments ``rows`` and ``starts`` of a program; placeholders without groups."""
+    """Return the program arguments ``rows`` and ``starts`` (`Groups`); placeholders without groups."""
     return (x, x) if groups is None else (groups.rows, groups.starts)

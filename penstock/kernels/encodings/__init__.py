@@ -1,10 +1,10 @@
-"""Weight encodings: the stored form of a linear layer's weights, and their product. One file per encoding.
+"""Weight encodings: how the weights of linear layers are stored and multiplied. One file per encoding.
 
-A file of this folder holds one record, ``ENCODING``. Its name is the name of the file. Files whose names
+A file of this folder defines one record ``ENCODING``, whose name is the name of the file. Files whose names
 begin with an underscore are shared by several encodings. No module outside this folder names an encoding,
-except the checkpoint formats that return one and the back ends that have kernels for one.
+except the checkpoint formats that return an encoding and the back ends that have kernels for it.
 
-Importing this package does not import torch. The methods that compute import it when they are called.
+Importing this package does not import torch. The methods that compute import torch when they are called.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from penstock.kernels.panels import PanelLayout
 
 LayerRole = Literal["linear", "expert", "values", "head"]
-"""The role of a layer: any linear layer, an expert, the value projection of attention, or the output head."""
+"""The role of a layer: an expert, the value projection of attention, the output head, or any other."""
 
 NumberFormat = Literal["float", "integer", "e4m3"]
-"""``float``: floats of `storage_dtype`. ``integer``: integers, multiplied as `kernels.quantized` and
-`kernels.codes` define. ``e4m3``: 8-bit floats with 4 exponent bits and a float32 scale per group."""
+"""``float``: floats of `LinearEncoding.storage_dtype`. ``integer``: integers, multiplied as
+`kernels.quantized` and `kernels.codes` define. ``e4m3``: 8-bit floats with 4 exponent bits and a float32
+scale per group."""
 
 
 class LinearEncoding(ABC):
-    """How the weights of linear layers are stored, and the product that defines correct results.
+    """How the weights of linear layers are stored and multiplied. `multiply` defines the correct results.
 
-    A back end may replace `multiply` by a faster product. Its results must be equal within the bounds of the
-    tests.
+    A back end may replace `multiply` by a faster product, whose results must be equal within the bounds of
+    the tests.
     """
 
     name: str
@@ -53,11 +54,11 @@ class LinearEncoding(ABC):
     is_float: bool = False
     """Whether weights are plain floats. The encoding then has the name of `compute_dtype`."""
     group_size: int | None = None
-    """Inputs that share a scale; None if all inputs of an output share one, or if there are no scales."""
+    """Number of inputs that share a scale; None if an output has a single scale or no scale."""
     has_zero_points: bool = False
     """Whether a stored integer other than 0 can represent the weight 0."""
-    numbers: NumberFormat | None = None
-    """How a back end interprets the stored weights. None: the back end calls `multiply` or unpacks them."""
+    number_format: NumberFormat | None = None
+    """How the kernels of back ends interpret the stored weights; None for other formats, such as blocks."""
     block_kind: BlockKind | None = None
     """The parameters of the blocks, if weights are stored in blocks, such as the K types of GGUF."""
     activation_dtype: DType | None = None
@@ -66,35 +67,40 @@ class LinearEncoding(ABC):
     A back end may multiply activations without quantizing them, which is more exact.
     """
     needs_calibration: bool = False
-    """Whether `pack` can use activation statistics."""
+    """Whether `pack` uses the ``importance`` of inputs, which is computed from activation statistics."""
     packs_lazily: bool = False
-    """Whether a load may defer packing: to the end of the first step, or, with `needs_calibration`, until
+    """Whether packing may be deferred: to the end of the first step, or, with `needs_calibration`, until
     activation statistics are known."""
     max_repeated_inputs: int = 0
-    """Maximum number of inputs that a layer may repeat to divide large weights among the copies; see
-    `penstock.nn.outlier_splitting`."""
+    """Maximum number of inputs that a layer may repeat, to divide large weights among the copies of an input.
+
+    See `penstock.nn.outlier_splitting`.
+    """
     is_deterministic: bool = True
     """Whether results of a row can be made bit-equal for all batches."""
     is_internal: bool = False
-    """Whether this encoding is used only for some layers of models in another encoding."""
+    """Whether only checkpoints, or layers of models in another encoding, use this encoding.
+
+    A user cannot choose an internal encoding.
+    """
 
     @property
     def panels(self) -> PanelLayout | None:
-        """The panel layout (`kernels.panels`) of packed weights; None if the encoding has none."""
+        """The panel layout (`kernels.panels`) of packed weights; None if the encoding has no panel layout."""
         return None
 
     @property
     def bits_per_weight(self) -> float:
-        """Average bits per weight in memory, scales included, in a large model of this encoding."""
-        size = 1024
-        return self.num_bytes(size, size) * 8 / size**2
+        """Approximate bits per weight in memory, scales included, of a model in this encoding."""
+        width = 1024
+        return self.num_bytes(width, width) * 8 / width**2
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return the name of the encoding of a layer in a model of this encoding."""
+        """Return the name of the encoding of a layer with this role and size, in a model of this encoding."""
         return self.name
 
     def on_device(self, device_type: str) -> str:
-        """Return the name of the encoding to use on a device type: this one if the device supports it."""
+        """Return the name of this encoding, or of its replacement on device types that do not support it."""
         return self.name
 
     @abstractmethod
@@ -107,13 +113,13 @@ class LinearEncoding(ABC):
 
         Args:
             weight: floats of any type.
-            importance: ``[in]``, above 0: weight of the squared errors of each input. None: all inputs count
-                equally. Used only by encodings with `needs_calibration`.
+            importance: ``[in]``, above 0: weights of the squared errors of each input. None: equal weights.
+                Only encodings with `needs_calibration` use it.
         """
 
     @property
     def split_unit(self) -> int | None:
-        """A weight can be split at multiples of this number of inputs. None: at any input."""
+        """The number of inputs at whose multiples a weight can be split. None: at any input."""
         return self.group_size
 
     def select_inputs(
@@ -122,33 +128,35 @@ class LinearEncoding(ABC):
         """Return the stored form of inputs ``start`` to ``stop - 1`` of a weight.
 
         Args:
-            name: the name of the layer, for the error.
+            name: the name of the layer, for the error message.
             tensors: the whole weight, as `pack` returns it.
-            start: the first input; a multiple of `split_unit`.
-            stop: the input after the last one; a multiple of `split_unit`, or the number of inputs.
+            start: the first input.
+            stop: the end of the inputs.
 
         Raises:
-            ConfigError: the split would cut a group of inputs that share a scale.
+            ConfigError: ``start`` or ``stop`` is inside a group of `split_unit` inputs.
         """
-        in_features, group = tensors["weight"].shape[1], self.split_unit
-        if group is not None and (start % group or (stop % group and stop != in_features)):
+        in_features, unit = tensors["weight"].shape[1], self.split_unit
+        if unit is not None and (start % unit or (stop % unit and stop != in_features)):
             raise ConfigError(
                 "tensor_parallel_size",
                 f"a rank would hold the inputs {start} to {stop - 1} of {name}, but its {self.name} weights "
-                f"have one scale for each {group} inputs: use another number of ranks",
+                f"have one scale for each {unit} inputs: use another number of ranks",
             )
-        selected = {}
-        for key, tensor in tensors.items():
-            size = None if tensor.dim() == 1 else self.inputs_per_number(key)
-            selected[key] = tensor if size is None else tensor[:, start // size : -(-stop // size)]
-        return selected
+        selected_tensors = {}
+        for tensor_name, tensor in tensors.items():
+            inputs = None if tensor.dim() == 1 else self.inputs_per_number(tensor_name)
+            selected_tensors[tensor_name] = (
+                tensor if inputs is None else tensor[:, start // inputs : -(-stop // inputs)]
+            )
+        return selected_tensors
 
-    def inputs_per_number(self, key: str) -> int | None:
-        """Return how many inputs share one number of the tensor ``key [out, n]`` of `pack`.
+    def inputs_per_number(self, tensor_name: str) -> int | None:
+        """Return how many inputs share one number of a tensor ``[out, n]`` that `pack` returns.
 
-        None if all inputs of an output share one number.
+        Returns None if all inputs of an output share one number.
         """
-        return 1 if key == "weight" else self.group_size
+        return 1 if tensor_name == "weight" else self.group_size
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -165,7 +173,7 @@ class LinearEncoding(ABC):
 class EncodingRegistry(Mapping[str, LinearEncoding]):
     """The encodings of this folder and of further folders, by name.
 
-    Float encodings come first. Encodings of each kind are sorted by decreasing number of bits. Encodings that
+    Float encodings come first, then other encodings, each sorted by decreasing number of bits. Encodings that
     `extended` adds come last.
 
     Args:
@@ -187,23 +195,23 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The encodings that a user can choose for a whole model."""
+        """The names of the encodings that a user can choose for a model."""
         return tuple(name for name, encoding in self.items() if not encoding.is_internal)
 
     @property
     def float_names(self) -> tuple[str, ...]:
-        """The encodings whose weights are plain floats, such as bfloat16."""
+        """The names of the encodings whose weights are plain floats, such as bfloat16."""
         return tuple(name for name, encoding in self.items() if encoding.is_float)
 
     @contextmanager
     def extended(self, *encodings: LinearEncoding) -> Iterator[None]:
-        """Add encodings within a ``with`` block, in this process only."""
-        before = self._added
-        self._added = {**before, **{encoding.name: encoding for encoding in encodings}}
+        """Add encodings to this registry until the end of a ``with`` block."""
+        previous_added = self._added
+        self._added = {**previous_added, **{encoding.name: encoding for encoding in encodings}}
         try:
             yield
         finally:
-            self._added = before
+            self._added = previous_added
 
     @cached_property
     def _discovered_encodings(self) -> Mapping[str, LinearEncoding]:
@@ -220,7 +228,7 @@ def encoding_named(name: str) -> LinearEncoding:
     """Return the encoding of this name.
 
     Raises:
-        ConfigError: no encoding has this name; the message lists those that a user can choose.
+        ConfigError: no encoding has this name.
     """
     try:
         return ENCODINGS[name]
@@ -230,6 +238,12 @@ def encoding_named(name: str) -> LinearEncoding:
 
 
 def _load_encoding(module: ModuleType) -> LinearEncoding:
+    """Return the record ``ENCODING`` of a module.
+
+    Raises:
+        ConfigError: the module defines no such record, or the name of the encoding differs from the module's
+        name.
+    """
     record, name = getattr(module, "ENCODING", None), module.__name__.rpartition(".")[2]
     if not isinstance(record, LinearEncoding):
         raise ConfigError("quantization_encoding", f"{module.__file__} must hold ENCODING, a LinearEncoding")

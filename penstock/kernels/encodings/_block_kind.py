@@ -1,4 +1,4 @@
-"""`BlockKind`: the parameters of a block encoding, for its arithmetic and its panels."""
+"""`BlockKind`: the parameters of a block encoding, from which its arithmetic and its panel layout follow."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Literal
 from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
 
 ScaleType = Literal["u8", "i8", "f16", "f32", "e8m0", "e4m3"]
-"""Storage type of scales: unsigned or signed bytes, float16, float32, powers of two (E8M0), or 8-bit floats
-(E4M3)."""
+"""Storage type of scales or minima: unsigned or signed bytes, float16, float32, powers of two (E8M0), or
+8-bit floats (E4M3)."""
 SCALE_BYTES = {"u8": 1, "i8": 1, "f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
+"""Bytes of a number of each storage type."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """The 16 numbers that the codes represent, from -1 to 1."""
+    """The table of an encoding whose codes are indices: 16 numbers from -1 to 1."""
 
     numbers: tuple[float, ...]
     steps: int
-    """The product rounds each number to a multiple of ``1 / steps``, and multiplies by this 16-bit
-    multiple."""
+    """The product rounds each number to a multiple of ``1 / steps``. The multiples fit in 16 bits."""
 
 
 class BlockKind:
-    """The parameters of a kind of blocks.
+    """The parameters of a block encoding.
 
     Args:
         bits: bits of a code.
-        group_size: inputs that share a scale: 16, 32, or all inputs of a unit.
+        group_size: number of inputs that share a scale: 16, 32 or 64. With 64, they are a unit (`unit`).
         scale_type: how a scale is stored.
         min_type: how a minimum is stored; None if there are no minima.
         are_floats: whether codes are E2M1 numbers.
-        has_row_scales: whether each output has a further scale.
-        is_centred: whether codes are reduced by half of their range although there are minima.
-        table: the numbers of the codes, if codes are indices of a table.
+        has_row_scales: whether each output also has a float32 scale.
+        is_centred: whether half of the range of codes is subtracted from codes although there are minima.
+        table: the numbers that codes represent, if codes are indices into a table.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockKind:
 
     @property
     def unit(self) -> int:
-        """Number of inputs of a unit of a panel, see `kernels.block_panels`."""
+        """Number of inputs of a unit: the inputs that are stored together, see `kernels.block_panels`."""
         return SUPERBLOCK if self.has_superblocks else max(self.scaled_inputs, GROUP)
 
     @property
@@ -73,13 +73,13 @@ class BlockKind:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a group of 32 inputs of one output: codes, scales and minimum, without unit factors."""
-        scales = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)  # 0 if the unit has the scale
-        return GROUP * self.bits // 8 + scales + (SCALE_BYTES[self.min_type] if self.min_type else 0)
+        """Bytes of a group of 32 inputs of one output: codes, scales and minimum, without `factor_bytes`."""
+        scale_bytes = SCALE_BYTES[self.scale_type] * (GROUP // self.scaled_inputs)  # 0 with `has_unit_scales`
+        return GROUP * self.bits // 8 + scale_bytes + (SCALE_BYTES[self.min_type] if self.min_type else 0)
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes per output after the groups of a unit: the scale of the unit, or its factors."""
+        """Bytes per output after the groups of a unit: its scale or its factors; 0 if it has neither."""
         if self.has_unit_scales:
             return SCALE_BYTES[self.scale_type]
         return (2 + (2 if self.min_type else 0)) if self.has_superblocks else 0

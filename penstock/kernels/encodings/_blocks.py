@@ -1,11 +1,12 @@
 """Weights in blocks, as stored by GGUF files and 4-bit checkpoints.
 
-A weight is ``scale * (code - offset) - minimum``. Codes have 4, 5 or 6 bits. Codes of mxfp4 and nvfp4 are
-E2M1 numbers, and codes of nf4 and fp4 are indices of a table. ``weight`` holds the codes, uint8 ``[out,
-in]``. ``scales`` has one number per ``group_size`` inputs, and ``minima``, if present, one per 32 inputs. In
-encodings with superblocks of 256 inputs, scales and minima are small integers. They are multiplied by
-``factors`` and ``min_factors``, float16 ``[out, ceil(in / 256)]``. ``row_scales``, if present, are float32
-``[out]``. All products of scales are exact in float32.
+A weight is ``scale * number - minimum``, times the row scale if there is one. Codes have 4, 5 or 6 bits. The
+number of a code is ``code - offset``, an E2M1 number (mxfp4 and nvfp4), or an entry of a table (nf4 and fp4).
+``weight`` holds the codes, uint8 ``[out, in]``. ``scales`` has one number per ``group_size`` inputs, and
+``minima``, if present, one per 32 inputs. In encodings with superblocks of 256 inputs, scales and minima are
+small integers. They are multiplied by ``factors`` and ``min_factors``, float16 ``[out, ceil(in / 256)]``.
+``row_scales``, if present, are float32 ``[out]``. Products of scales or minima with factors are exact in
+float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BlockEncoding(LinearEncoding):
 
     Args:
         name: the name of the encoding.
-        kind: the parameters of its blocks.
+        kind: the parameters of the encoding.
     """
 
     compute_dtype = DType.bfloat16
@@ -55,12 +56,12 @@ class BlockEncoding(LinearEncoding):
     def split_unit(self) -> int:
         return self.block_kind.unit
 
-    def inputs_per_number(self, key: str) -> int:
-        sizes = {"scales": self.block_kind.scaled_inputs, "minima": GROUP}
-        return 1 if key == "weight" else sizes.get(key, SUPERBLOCK)
+    def inputs_per_number(self, tensor_name: str) -> int:
+        inputs = {"weight": 1, "scales": self.block_kind.scaled_inputs, "minima": GROUP}
+        return inputs.get(tensor_name, SUPERBLOCK)
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return int8 for an output head that the checkpoint stores as floats, else this encoding."""
+        """Return int8 for the output head, else this encoding."""
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
@@ -70,7 +71,7 @@ class BlockEncoding(LinearEncoding):
         return units * (kind.unit // GROUP * kind.group_bytes + kind.factor_bytes) + row_scales
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """Quantize each group by its smallest and largest weight; ``importance`` has no effect."""
+        """Quantize the weights that share a scale by their range; ``importance`` has no effect."""
         from penstock.kernels.blocks import quantize_blocks
 
         return quantize_blocks(self.block_kind, weight)

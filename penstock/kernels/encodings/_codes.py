@@ -1,9 +1,10 @@
 """Weights as unsigned codes with a zero point and a float16 scale per group of 32 inputs.
 
-GPTQ, AWQ and compressed-tensors checkpoints store such numbers. Their groups of 64, 128 or more inputs become
-several groups of 32. A weight is ``(code - zero) * scale * row_scale``. ``weight`` and ``zeros`` are uint8,
-``[out, in]`` and ``[out, ceil(in / 32)]``. ``scales`` is float16 ``[out, ceil(in / 32)]``. ``row_scales`` is
-float32 ``[out]``. Row scales are powers of two that bring the scales of a row into the range of float16.
+GPTQ, AWQ and compressed-tensors checkpoints store such weights. A larger group of a checkpoint becomes
+several groups of 32 inputs. A weight is ``(code - zero) * scale * row_scale``. ``weight`` is uint8 ``[out,
+in]``, ``zeros`` uint8 ``[out, ceil(in / 32)]``, ``scales`` float16 ``[out, ceil(in / 32)]``, and
+``row_scales`` float32 ``[out]``. Row scales are powers of two that bring the scales of a row into the range
+of float16.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class CodeEncoding(LinearEncoding):
-    """Weights as codes of ``bits`` bits with zero points."""
+    """Weights as unsigned codes of ``bits`` bits with scales and zero points."""
 
-    numbers = "integer"
+    number_format = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.uint8
     activation_dtype = DType.int8
@@ -43,7 +44,7 @@ class CodeEncoding(LinearEncoding):
         return CodePanels(self.bits)
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return this encoding, or int8 for the output head, which these checkpoints store as floats."""
+        """Return int8 for the output head, which these checkpoints store as floats, else this encoding."""
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:

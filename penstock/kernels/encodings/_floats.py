@@ -20,13 +20,15 @@ class FloatEncoding(LinearEncoding):
 
     Args:
         dtype: the type.
-        panel_terms: number of adjacent inputs of an output in a panel; 0 without a panel layout.
-        is_deterministic: whether a product exists whose rows do not depend on each other.
-        replacements: device type -> encoding to use on devices that cannot compute in this type.
+        panel_terms: number of consecutive inputs of an output that are adjacent in a panel; 0: no panel
+            layout.
+        is_deterministic: see `LinearEncoding.is_deterministic`.
+        replacements: the names of the encodings that replace this one, by device type that does not support
+            it.
     """
 
     is_float = True
-    numbers = "float"
+    number_format = "float"
     packs_lazily = True
 
     def __init__(

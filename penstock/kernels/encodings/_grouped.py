@@ -1,7 +1,7 @@
 """Weights as integers of few bits with a float16 scale per group of 32 inputs.
 
-``weight`` is int8 ``[out, in]`` with integers of ``bits`` bits. ``scales`` is float16 ``[out, ceil(in /
-32)]`` and can be negative. Groups: Frantar et al. 2022, arXiv:2210.17323.
+``weight`` is int8 ``[out, in]`` with signed integers of ``bits`` bits. ``scales`` is float16 ``[out, ceil(in
+/ 32)]``. Scales can be negative. Frantar et al. 2022, arXiv:2210.17323, describe scales per group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class GroupedEncoding(LinearEncoding):
-    """Weights as integers of ``bits`` bits with a scale per group of 32 inputs."""
+    """Weights as signed integers of ``bits`` bits with a scale per group of 32 inputs."""
 
-    numbers = "integer"
+    number_format = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.int8
     activation_dtype = DType.int8

@@ -23,7 +23,7 @@ class Fp8Encoding(LinearEncoding):
     """Weights as 8-bit floats with a scale per group of inputs."""
 
     name = "fp8"
-    numbers = "e4m3"
+    number_format = "e4m3"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.uint8
     bits = 8
@@ -37,7 +37,7 @@ class Fp8Encoding(LinearEncoding):
         return Fp8Panels()
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
-        """Return int8 for the output head: its 8-bit integers are more precise."""
+        """Return int8 for the output head, because int8 is more precise, else this encoding."""
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
@@ -45,7 +45,7 @@ class Fp8Encoding(LinearEncoding):
         return round_up(out_features, PANEL) // PANEL * fp8_panel_bytes(groups)
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """Scale each output to the largest 8-bit float; ``importance`` has no effect."""
+        """Scale the largest magnitude of each output to 448; ``importance`` has no effect."""
         from penstock.kernels.codes import quantize_fp8
 
         return quantize_fp8(weight)

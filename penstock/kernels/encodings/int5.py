@@ -1,4 +1,4 @@
-"""int5: 5-bit integers in groups of 32, for the narrow layers of int4 models."""
+"""int5: 5-bit integers in groups of 32 inputs, for the narrow layers of int4 models."""
 
 from __future__ import annotations
 

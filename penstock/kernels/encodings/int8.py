@@ -1,8 +1,8 @@
 """int8: weights as 8-bit integers with a float32 scale per output.
 
-``weight`` is int8 ``[out, in]``. ``scales`` is float32 ``[out]``: the largest magnitude of a row / 127.
-The product quantizes each row of the activations separately. Outlier activations of trained models (Dettmers
-et al. 2022, arXiv:2208.07339) become integers of more than 8 bits, see
+``weight`` is int8 ``[out, in]``. ``scales`` is float32 ``[out]``: the largest magnitude of a row divided by
+127. The product quantizes each row of the activations separately. Outlier activations of trained models
+(Dettmers et al. 2022, arXiv:2208.07339) can become integers of more than 8 bits, see
 `penstock.kernels.quantized.quantize_activations`.
 """
 
@@ -25,7 +25,7 @@ class Int8Encoding(LinearEncoding):
     """Weights as 8-bit integers with one scale per output."""
 
     name = "int8"
-    numbers = "integer"
+    number_format = "integer"
     compute_dtype = DType.bfloat16
     storage_dtype = DType.int8
     activation_dtype = DType.int8

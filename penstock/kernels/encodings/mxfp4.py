@@ -1,4 +1,4 @@
-"""mxfp4: 4-bit floats and a power-of-two scale per 32 inputs (OCP Microscaling Formats 1.0)."""
+"""mxfp4: 4-bit floats (E2M1) and a power-of-two scale per 32 inputs (OCP Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nvfp4: 4-bit floats, an 8-bit float scale per 16 inputs and a float32 scale per output."""
+"""nvfp4: 4-bit floats (E2M1), an 8-bit float scale (E4M3) per 16 inputs, and a float32 scale per output."""
 
 from __future__ import annotations
 

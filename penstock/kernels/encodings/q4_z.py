@@ -1,7 +1,7 @@
 """q4_z: 4-bit integers with float16 scales and floating-point zero points, as torchao stores them.
 
-A weight is ``(scale * (code - 8) + zero) * row scale``; ``minima`` holds ``-zero``. Row scales are powers of
-two.
+A weight is ``(scale * (code - 8) + zero) * row_scale``. The tensor ``minima`` holds ``-zero``. Row scales are
+powers of two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""uint8: 8-bit codes with zero points and groups, as GPTQ checkpoints of 8 bits store them."""
+"""uint8: 8-bit codes with zero points, as GPTQ checkpoints of 8 bits store them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference back end: the definition of each operation in plain torch, for any device."""
+"""Reference back end: it defines the correct result of each operation, in plain torch for any device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _load() -> ReferenceOps:
 
 BACKEND = Backend(
     name="reference",
-    sizes={
+    default_sizes={
         "cpu": DefaultSizes(max_batch_size=32, step_tokens=1024),
         "gpu": DefaultSizes(max_batch_size=256, step_tokens=8192),
     },

@@ -1,11 +1,11 @@
-"""Causal attention over the paged cache, for one sequence and one tile of queries at a time.
+"""Causal attention over the paged KV cache, for one sequence and one tile of queries at a time.
 
-A query of an image may also see the keys of its whole image (``spans``).
+With ``spans``, a query of an image also sees the later keys of its image.
 
-Keys are processed in whole blocks from position 0. Each block yields scores, their exponentials, and the
-weighted sum of the values. The results of the blocks are added from left to right by a sequential cumulative
-sum. A block after the query adds exact zeros. The bits of a query's result therefore depend neither on the
-number of keys after it nor on the other queries.
+Keys are processed in whole blocks from position 0. Each block yields a sum of exponentials and a weighted sum
+of values. The sums of the blocks are added from left to right by a sequential cumulative sum. A block that a
+query does not see adds exact zeros. The bits of a query's result therefore depend neither on the number of
+keys after it nor on the other queries.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels.inputs import LayerKV
 
 QUERY_TILE = 32
+"""Number of rows per tile."""
 
 
 def paged_attention(
@@ -32,8 +33,8 @@ def paged_attention(
 ) -> Tensor:  # [T, H, D]
     """See `Ops.attention`."""
     out = torch.empty_like(q)
-    offsets, ends = row_offsets.tolist(), lengths.tolist()
-    for sequence, length in enumerate(ends):
+    offsets = row_offsets.tolist()
+    for sequence, length in enumerate(lengths.tolist()):
         start, stop = offsets[sequence], offsets[sequence + 1]
         keys, values = _gather_keys_values(kv, sequence, length)  # [K, M, S, D]
         for row in range(start, stop, QUERY_TILE):
@@ -55,11 +56,12 @@ def _attend(
     sinks: Tensor | None,
     spans: Tensor | None,  # [R, 2]
 ) -> Tensor:  # [R, H, D]
+    """Return the attention of a tile of rows of one sequence."""
     rows, heads, dim = q.shape
     kv_heads, blocks, block_size, _ = keys.shape
-    group = heads // kv_heads
+    group = heads // kv_heads  # query heads per kv head
     queries = q.float().view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
-    padding = -queries.shape[1] % 8  # number of padded rows of the matrix products
+    padding = -queries.shape[1] % 8  # number of rows by which the matrix products are padded
     queries = F.pad(queries, (0, 0, 0, padding))  # [K, R', D], R' = rows x group, padded
     scores = torch.matmul(queries[:, None], keys.transpose(2, 3)) * scale  # [K, M, R', S]
     if soft_cap is not None:
@@ -92,6 +94,7 @@ def _make_visibility_mask(
     spans: Tensor | None,  # [R, 2]
     device: torch.device,
 ) -> Tensor:  # [M, R', S] bool
+    """Return which keys each query sees. ``group`` is the number of query heads per kv head."""
     queries = torch.arange(position, position + rows, device=device).repeat_interleave(group)
     queries = F.pad(queries, (0, padding), value=position)[None, :, None]  # padding sees the keys of row 0
     keys = torch.arange(blocks * block_size, device=device).view(blocks, 1, block_size)
@@ -106,7 +109,8 @@ def _make_visibility_mask(
     return visible & (keys > queries - kv.window)
 
 
-def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> Tensor | None:
+def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> Tensor | None:  # [K, R']
+    """Return the sink of each query, padded; None without sinks."""
     if sinks is None:
         return None
     per_row = sinks.float().view(kv_heads, 1, -1).expand(-1, rows, -1).reshape(kv_heads, -1)

@@ -16,7 +16,7 @@ from penstock.kernels.linear import PackedLinear
 
 
 class ReferenceConvolution(ConvolutionOps):
-    """The operations of audio codecs. Most convolutions are linear layers over windows of rows."""
+    """The operations of audio codecs. Convolutions with one group are linear layers over windows of rows."""
 
     name = "reference"
 
@@ -28,7 +28,7 @@ class ReferenceConvolution(ConvolutionOps):
         return apply_to_sequences(lambda sequence: self._conv1d(sequence, packed), x, row_offsets)
 
     def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
-        """Return the convolution of one sequence."""
+        """Return the convolution of one sequence ``[T, in]``."""
         rows = packed.output_length(len(x))
         if not rows:
             return x.new_zeros(0, packed.out_channels)
@@ -45,7 +45,7 @@ class ReferenceConvolution(ConvolutionOps):
         return self._grouped_conv1d(x.float(), packed).to(x.dtype)
 
     def _grouped_conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
-        """Return the convolution of one sequence ``[T, in]`` float32 with a weight of several groups."""
+        """Return the convolution of one sequence ``[T, in]`` float32 with `PackedConv1d.weight`."""
         assert packed.weight is not None
         y = F.conv1d(
             x.t()[None],
@@ -62,7 +62,7 @@ class ReferenceConvolution(ConvolutionOps):
         return apply_to_sequences(lambda sequence: self._conv_transpose1d(sequence, packed), x, row_offsets)
 
     def _conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
-        """Return the transposed convolution of one sequence."""
+        """Return the transposed convolution of one sequence ``[T, in]``."""
         rows, stride = packed.output_length(len(x)), packed.stride
         if not rows:
             return x.new_zeros(0, packed.out_channels)
@@ -77,7 +77,7 @@ class ReferenceConvolution(ConvolutionOps):
         return self._grouped_conv_transpose1d(x.float(), packed).to(x.dtype)
 
     def _grouped_conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
-        """Return the transposed convolution of ``[T, in]`` float32 with several groups or a dilation."""
+        """Return the transposed convolution of ``[T, in]`` float32 with `PackedConvTranspose1d.weight`."""
         assert packed.weight is not None
         y = F.conv_transpose1d(
             x.t()[None],
@@ -93,7 +93,8 @@ class ReferenceConvolution(ConvolutionOps):
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         wide = x.float()
-        # float64, because the float32 sine of torch rounds the last elements of a tensor differently.
+        # float64, because the float32 sine of torch rounds the last elements of a tensor differently from
+        # others.
         sine = torch.sin((alpha * wide).double()).float()
         return (wide + beta * sine.square()).to(x.dtype)
 
@@ -132,22 +133,22 @@ class ReferenceConvolution(ConvolutionOps):
 
 
 def apply_to_sequences(function: Callable[[Tensor], Tensor], x: Tensor, row_offsets: Tensor) -> Tensor:
-    """Apply a function to the rows of each sequence and concatenate the results."""
+    """Return the concatenated results of a function for the rows of each sequence."""
     results = [function(x[start:stop]) for start, stop in pairwise(row_offsets.tolist())]
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _windows(x: Tensor, packed: PackedConv1d, rows: int) -> Tensor:
-    """Return the concatenated inputs of each output row, ``[rows, kernel_size * C]``; a view if possible."""
-    channels, size = x.shape[1], packed.kernel_size
+    """Return the concatenated input rows of each output row, ``[rows, kernel_size * C]``."""
+    channels, kernel_size = x.shape[1], packed.kernel_size
     if packed.dilation == 1:
-        return x.as_strided((rows, size * channels), (packed.stride * channels, 1))
+        return x.as_strided((rows, kernel_size * channels), (packed.stride * channels, 1))
     strides = (packed.stride * channels, packed.dilation * channels, 1)
-    return x.as_strided((rows, size, channels), strides).reshape(rows, size * channels)
+    return x.as_strided((rows, kernel_size, channels), strides).reshape(rows, kernel_size * channels)
 
 
 def _sum_overlapping(frames: Tensor, hop: int) -> Tensor:
     """Return the sum ``[(T - 1) hop + N]`` of ``frames [T, N]`` that begin ``hop`` samples apart."""
-    count, size = frames.shape
-    length = (count - 1) * hop + size
-    return F.fold(frames.t()[None], (1, length), (1, size), stride=(1, hop)).view(length)
+    num_frames, frame_size = frames.shape
+    length = (num_frames - 1) * hop + frame_size
+    return F.fold(frames.t()[None], (1, length), (1, frame_size), stride=(1, hop)).view(length)

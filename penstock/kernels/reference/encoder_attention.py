@@ -1,6 +1,6 @@
 """Attention within the sequences of a ragged batch, without a KV cache.
 
-Each sequence is computed separately, so its bits do not depend on the other sequences of the batch.
+Each sequence is computed separately, so its results do not depend on the other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 QUERY_TILE = 128
-"""Queries per product; bounds the memory of the scores to ``H * QUERY_TILE`` floats per key."""
+"""Maximum number of rows per tile.
+
+It bounds the memory of the scores to ``H * QUERY_TILE`` floats per key.
+"""
 
 
 def ragged_attention(

@@ -2,11 +2,12 @@
 
 The following measures ensure this:
 
-* Torch uses different matrix kernels for few rows and for many rows. Products are padded with zeros to a
-  multiple of 16 rows (`kernels.linear.ROW_TILE`).
-* The order of additions of a sum over keys could depend on the chunks of a prompt. Keys are therefore summed
+* Torch uses different matrix kernels for few rows and for many rows. Products are therefore padded with zeros
+  to a multiple of 16 rows (`kernels.linear.ROW_TILE`).
+* The order of additions of a sum over keys could depend on the chunks of a prefill. Keys are therefore summed
   in whole blocks, and the sums of the blocks are added from left to right.
-* Some vectorized functions of torch round the last elements of a row differently. This module avoids them.
+* Some vectorized functions of torch round the last elements of a row differently from the other elements. The
+  operations avoid these functions.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ from penstock.kernels.ops import Gating, Ops
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.convolution import ReferenceConvolution
 from penstock.kernels.reference.encoder_attention import ragged_attention
+from penstock.kernels.reference.recurrent import ReferenceRecurrent
 from penstock.kernels.reference.routing import ReferenceRouting
 from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
 
 MAX_EXPERT_ROWS = 1024
-"""Maximum number of (row, expert) pairs that are computed at once. Limits the memory of activations."""
+"""Maximum number of (row, expert) pairs that `experts` computes at once. Limits the memory of activations."""
 
 
-class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
+class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, Ops):
     """All operations in plain torch, for every device."""
 
     name = "reference"
@@ -64,27 +66,31 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         if not self._can_defer(encoding, parts):
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         shape = weight_shape(parts)
-        size = encoding_named(encoding).num_bytes(*shape)
-        tensors = LazyWeight(parts, size, lambda importance: self._pack(parts, encoding, importance))
+        num_bytes = encoding_named(encoding).num_bytes(*shape)
+        tensors = LazyWeight(parts, num_bytes, lambda importance: self._pack(parts, encoding, importance))
         return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout)
 
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
-        """Return whether packing is deferred: for a calibrated encoding with the layout `ROWS` on a CPU."""
+        """Return whether `pack_lazily` defers packing.
+
+        Here, it does for weights on a CPU in an encoding with `needs_calibration`, if the layout is `ROWS`.
+        """
         is_on_cpu = parts[0].device.type == "cpu"
         return self.layout == ROWS and encoding_named(encoding).needs_calibration and is_on_cpu
 
     def _pack(
         self, parts: Sequence[Tensor], encoding: str, importance: Tensor | None = None
     ) -> Mapping[str, Tensor]:
+        """Return the packed tensors of a weight in parts, in the layout of this back end."""
         return encoding_named(encoding).pack(torch.cat(tuple(parts)), importance)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        kind, tensors = ENCODINGS[packed.encoding], packed.tensors
-        if isinstance(tensors, LazyWeight) and tensors.parts and kind.needs_calibration:
+        encoding, tensors = ENCODINGS[packed.encoding], packed.tensors
+        if isinstance(tensors, LazyWeight) and tensors.parts and encoding.needs_calibration:
             y = multiply_floats(x, torch.cat(tuple(tensors.parts)).to(x.dtype), packed.bias)
         else:
             inputs = x if packed.order is None else x[:, packed.order]
-            y = kind.multiply(inputs, tensors_in_rows(packed), packed.bias)
+            y = encoding.multiply(inputs, tensors_in_rows(packed), packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,7 +141,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
     def rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
     ) -> tuple[Tensor, Tensor]:
-        rotate = _rotate_pairs if is_interleaved else _rotate
+        rotate = _rotate_adjacent_pairs if is_interleaved else _rotate
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
@@ -143,14 +149,14 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         blocks, offsets = kv.slots // block_size, kv.slots % block_size  # [T]
         for side, rows in enumerate((k, v)):  # rows: [T, K, D]
             if kv.scales is not None:
-                largest = LARGEST_FP8 if kv.cache.dtype == torch.float8_e4m3fn else 127
+                max_code = LARGEST_FP8 if kv.cache.dtype == torch.float8_e4m3fn else 127
                 if kv.has_fixed_scales:
                     scale = kv.scales[side, 0, :, 0]  # [K]
                 else:
-                    scale = rows.float().abs().amax(-1).clamp_min(1e-12) / largest  # [T, K]
+                    scale = rows.float().abs().amax(-1).clamp_min(1e-12) / max_code  # [T, K]
                     kv.scales[side][blocks, :, offsets] = scale
-                rows = (rows.float() / scale[..., None]).clamp(-largest, largest)
-                rows = rows.round() if largest == 127 else rows
+                rows = (rows.float() / scale[..., None]).clamp(-max_code, max_code)
+                rows = rows.round() if max_code == 127 else rows
             kv.cache[side][blocks, :, offsets] = rows.to(kv.cache.dtype)
 
     def attention(
@@ -231,7 +237,7 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         lora: LoRAInputs | None = None,
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        ids = topk_ids - packed.first
+        ids = topk_ids - packed.first_id
         for pairs, sizes in grouped_by_expert(
             ids, len(packed.down), max_pairs=MAX_EXPERT_ROWS, skip_other_ids=packed.is_part
         ):
@@ -247,10 +253,10 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         return total.to(x.dtype)
 
     def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:
-        """Add ``values [P, E]`` to the rows ``rows [P]`` of ``total``, in order.
+        """Add ``values [P, E]`` to the rows ``rows [P]`` of ``total``, in the order of the values.
 
-        The values are sorted by expert, and ``counts`` is the number of rows of each expert. The rows of an
-        expert are distinct.
+        The values are sorted by expert. ``counts`` has the number of values of each expert. The rows of the
+        values of an expert are distinct.
         """
         total.index_add_(0, rows, values)
 
@@ -281,9 +287,9 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
         )
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        """Add each adapter's product to the rows that use it, for each slice. Other rows do not change.
+        """Add the product of each adapter to the rows of y that use the adapter, for each slice. Return y.
 
-        The product is computed in float32 and rounded once, after the addition.
+        Other rows do not change. The product is computed in float32, and rounded once after the addition.
         """
         for part in packed.slices:
             matrices = lora.matrices.get(part.name)
@@ -302,13 +308,14 @@ class ReferenceOps(ReferenceConvolution, ReferenceRouting, Ops):
 
 
 def _take_row_adapters(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
-    """Return the adapters of these rows; None if no adapter has matrices for this layer."""
+    """Return the adapters of these rows; None if there are no adapter matrices for this layer."""
     if lora is None or not any(part.name in lora.matrices for part in packed.slices):
         return None
     return lora.take(rows)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs of dimensions (i, i + R / 2)."""
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()  # [T, H, R / 2]
     cos, sin = cos[:, None], sin[:, None]
@@ -316,12 +323,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    size = 2 * cos.shape[-1]
-    first, second = x[..., :size:2].float(), x[..., 1:size:2].float()  # [T, H, R / 2]
+def _rotate_adjacent_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs of dimensions (2 i, 2 i + 1)."""
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_dim:2].float(), x[..., 1:rotary_dim:2].float()  # [T, H, R / 2]
     cos, sin = cos[:, None], sin[:, None]
     rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-    return torch.cat([rotated.to(x.dtype), x[..., size:]], dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], dim=-1)
 
 
 def _silu(x: Tensor) -> Tensor:

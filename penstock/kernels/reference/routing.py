@@ -14,15 +14,15 @@ class ReferenceRouting(RoutingOps):
     name = "reference"
 
     def route(
-        self, logits: Tensor, top: int, routing: Routing, bias: Tensor | None = None
+        self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = logits.float()
         if isinstance(routing, ScoreRouting):
-            return _route_by_scores(logits, top, routing, bias)
+            return _route_by_scores(logits, top_k, routing, bias)
         assert bias is None
         if isinstance(routing, SparseMixer):
-            return _sparse_mixer(logits, top, routing.eps)
-        topk_ids = _select_largest(logits, top)
+            return _sparse_mixer(logits, top_k, routing.eps)
+        topk_ids = _select_largest(logits, top_k)
         if routing == "chosen":
             return logits.gather(-1, topk_ids).softmax(-1), topk_ids
         topk_weights = logits.softmax(-1).gather(-1, topk_ids)
@@ -40,29 +40,30 @@ class ReferenceRouting(RoutingOps):
         return x.float()
 
 
-def _select_largest(scores: Tensor, top: int) -> Tensor:  # [T, top]
+def _select_largest(scores: Tensor, top_k: int) -> Tensor:  # [T, top_k]
     """Return the ids of the largest scores; a NaN counts as -inf.
 
     Uses a stable sort, because the order of ties in torch.topk is undefined.
     """
-    numbers = scores.masked_fill(scores.isnan(), -torch.inf)
-    return torch.sort(numbers, dim=-1, descending=True, stable=True)[1][..., :top]
+    without_nan = scores.masked_fill(scores.isnan(), -torch.inf)
+    return torch.sort(without_nan, dim=-1, descending=True, stable=True)[1][..., :top_k]
 
 
 def _route_by_scores(
-    logits: Tensor, top: int, routing: ScoreRouting, bias: Tensor | None
+    logits: Tensor, top_k: int, routing: ScoreRouting, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if routing.scores == "softmax":
         scores = logits.softmax(-1)
     else:
         scores = 1 / (1 + torch.exp(-logits))
-    # Experts are ranked by logits if possible, because different logits can round to equal scores.
+    # Without a bias and groups, experts are ranked by logits, because different logits can round to equal
+    # scores.
     ranks = logits if bias is None and routing.groups == 1 else scores
     if bias is not None:
         ranks = ranks + bias
     if routing.groups > 1:
         ranks = _mask_unselected_groups(ranks, routing.groups, routing.top_groups)
-    topk_ids = _select_largest(ranks, top)
+    topk_ids = _select_largest(ranks, top_k)
     topk_weights = scores.gather(-1, topk_ids)
     if routing.is_normed:
         topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True).clamp_min(routing.min_sum)
@@ -78,9 +79,9 @@ def _mask_unselected_groups(ranks: Tensor, groups: int, top_groups: int) -> Tens
     return grouped.masked_fill(is_masked[..., None], -torch.inf).flatten(1)
 
 
-def _sparse_mixer(logits: Tensor, top: int, eps: float) -> tuple[Tensor, Tensor]:
+def _sparse_mixer(logits: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
     remaining, weights, ids = logits, [], []
-    for _ in range(top):
+    for _ in range(top_k):
         best = _select_largest(remaining, 1)  # [T, 1]
         best_logits = remaining.gather(-1, best)
         is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps

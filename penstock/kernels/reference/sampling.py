@@ -32,7 +32,7 @@ def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
     vocabulary = scores.shape[-1]
     scores = scores / sampling.temperature.double()[:, None]
     probabilities = torch.softmax(scores, dim=-1)
-    # Descending; equal scores by token id, because top_k keeps the first of them.
+    # Descending. The sort is stable: equal probabilities stay in the order of token ids, as top_k requires.
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=scores.device)
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary)[:, None]

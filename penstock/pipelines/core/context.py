@@ -106,7 +106,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         After any chunk of the prompt except the last, ``new_token`` is dropped, and the window moves to the
         rest of the prompt. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are
         kept (:attr:`prompt_log_probabilities`). The token that reaches ``max_length`` is part of the output.
-        A token that ends the output is not part of it.
+        An end-of-sequence token, or the last token of an end sequence, is not part of the output.
         """
         if self._active_idx < self._end_idx:
             if log_probabilities is not None and self.log_probabilities_echo:
@@ -203,7 +203,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def prompt_log_probabilities(self) -> LogProbabilities | None:
         """Log probabilities of prompt tokens that were not returned with an output token yet.
 
-        With ``log_probabilities_echo`` it is set between two chunks, and if the first token ends the output.
+        Set only with ``log_probabilities_echo``: between two chunks, or if the first token ends the output.
         """
         return self._prompt_log_probabilities
 

@@ -17,14 +17,14 @@ CONTEXT_TYPES: tuple[type[TextContext], ...] = get_args(RequestContext)
 
 
 def context_type(context: InputContext) -> type[InputContext]:
-    """Return the member of `CONTEXT_TYPES` to which a context belongs, or its class if there is none.
+    """Return the first class in the method resolution order of a context that is in `CONTEXT_TYPES`.
 
-    The member is the class of the context, or the nearest of its base classes. A context of a class
-    ``MyContext(TextContext)`` belongs to `TextContext`. A `TTSContext` belongs to `TTSContext` only.
+    Returns the context's class if there is none. A context of a class ``MyContext(TextContext)`` belongs to
+    `TextContext`. A `TTSContext` belongs to `TTSContext` only.
     """
     return _class_context_type(type(context))
 
 
 @cache
-def _class_context_type(kind: type[InputContext]) -> type[InputContext]:
-    return next((base for base in kind.__mro__ if base in CONTEXT_TYPES), kind)
+def _class_context_type(context_class: type[InputContext]) -> type[InputContext]:
+    return next((base for base in context_class.__mro__ if base in CONTEXT_TYPES), context_class)

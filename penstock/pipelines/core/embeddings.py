@@ -87,7 +87,7 @@ class EmbeddingsGenerationRequest:
     activation: bool | None = None
     """Apply the head's sigmoid or softmax to scores; None follows the checkpoint, False returns logits."""
     truncate: bool = False
-    """Cut an input that exceeds the maximum length; otherwise such an input is refused."""
+    """Cut an input that exceeds the maximum length; False rejects the input."""
     max_tokens: int | None = None
     """The length in tokens to which the input is cut; None for the model's maximum. Requires ``truncate``."""
     adapter: str | None = None

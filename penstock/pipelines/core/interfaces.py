@@ -56,7 +56,7 @@ class GrammarMatcher(Protocol):
         """Write the allowed next tokens to a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32."""
 
     def find_jump_forward_string(self) -> str:
-        """Return the text that the grammar forces next; empty if it allows several continuations.
+        """Return text that the grammar forces next; empty if the grammar allows several continuations.
 
         Raises:
             UnicodeDecodeError: the forced bytes are not whole characters.
@@ -219,7 +219,7 @@ class InputContext(Protocol):
         """Context encoding: whether the next step computes more than one token."""
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """Append a sampled token; after a chunk of a prompt, move to the next chunk instead."""
+        """Append a sampled token. After a chunk of a prompt that is not the last, move to the next chunk."""
 
     def jump_ahead(self, new_token: int) -> None:
         """Append a token that the grammar forces. The next step computes it."""

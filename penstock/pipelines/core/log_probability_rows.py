@@ -15,9 +15,9 @@ def join_rows(first: LogProbabilities | None, second: LogProbabilities) -> LogPr
     )
 
 
-def without_first(rows: LogProbabilities, count: int) -> LogProbabilities:
-    """Return ``rows`` without the first ``count`` rows."""
-    return LogProbabilities(rows.token_log_probabilities[count:], rows.top_log_probabilities[count:])
+def without_first(rows: LogProbabilities, num_rows: int) -> LogProbabilities:
+    """Return ``rows`` without the first ``num_rows`` rows."""
+    return LogProbabilities(rows.token_log_probabilities[num_rows:], rows.top_log_probabilities[num_rows:])
 
 
 def without_last(rows: LogProbabilities) -> LogProbabilities:

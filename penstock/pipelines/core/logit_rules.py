@@ -1,4 +1,4 @@
-"""The token rules and token counts of a request as arrays, for the changes of a batch's logits."""
+"""The token rules and token counts of a request as arrays, with which sampling changes the logits."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class TokenCounts:
         self.end = 0
         """Number of generated tokens counted so far."""
         unique = np.unique(prompt)
-        self._size = len(unique)
-        self._ids: Ids = np.zeros(max(2 * self._size, 64), np.int64)
-        self._ids[: self._size] = unique
+        self._num_distinct = len(unique)
+        self._ids: Ids = np.zeros(max(2 * self._num_distinct, 64), np.int64)
+        self._ids[: self._num_distinct] = unique
         self._counts: npt.NDArray[np.float32] = np.zeros(len(self._ids), np.float32)
         self._slots = {token: slot for slot, token in enumerate(unique.tolist())}
         for token in generated.tolist():
@@ -80,28 +80,28 @@ class TokenCounts:
     @property
     def ids(self) -> Ids:
         """The distinct tokens, as a view of an array that `add` changes or replaces."""
-        return self._ids[: self._size]
+        return self._ids[: self._num_distinct]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
         """How often each of ``ids`` was generated, as a view of an array that `add` changes or replaces."""
-        return self._counts[: self._size]
+        return self._counts[: self._num_distinct]
 
     def add(self, token: int) -> None:
         """Count the next generated token."""
         self.end += 1
-        slot = self._slots.setdefault(token, self._size)
-        if slot == self._size:
+        slot = self._slots.setdefault(token, self._num_distinct)
+        if slot == self._num_distinct:
             if slot == len(self._ids):
                 self._ids, self._counts = _double_capacity(self._ids), _double_capacity(self._counts)
             self._ids[slot] = token
-            self._size += 1
+            self._num_distinct += 1
         self._counts[slot] += 1
 
     def with_drafts(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
         """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too.
 
-        The object does not change. Without drafts, the result consists of the views.
+        The object does not change. Without drafts, the result is the views `ids` and `counts`.
         """
         if not drafts:
             return self.ids, self.counts
@@ -109,7 +109,9 @@ class TokenCounts:
         ids = np.concatenate([self.ids, np.array(new_ids, np.int64)])
         counts = np.concatenate([self.counts, np.zeros(len(new_ids), np.float32)])
         for token in drafts:
-            counts[self._slots[token] if token in self._slots else self._size + new_ids.index(token)] += 1
+            counts[
+                self._slots[token] if token in self._slots else self._num_distinct + new_ids.index(token)
+            ] += 1
         return ids, counts
 
 

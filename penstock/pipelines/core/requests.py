@@ -33,7 +33,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def resolved_grammar(grammar: Grammar | None, json_schema: str | None) -> tuple[Grammar | None, str | None]:
-    """Return the grammar and the JSON schema of an output, given one of them; None for a missing value.
+    """Return (grammar, JSON schema) of an output. A JSON schema and a grammar of this kind imply each other.
 
     Raises:
         InputError: both are given, and they differ.

@@ -32,7 +32,7 @@ class SamplingParams:
     top_k: int = 1
     """Keep the ``top_k`` most probable tokens; 1 is greedy, -1 or 0 keeps all tokens."""
     top_p: float = 1
-    """Keep the most probable of the ``top_k`` tokens whose probabilities add up to ``top_p``; in [0, 1]."""
+    """Keep the fewest of the ``top_k`` tokens whose probabilities add up to at least ``top_p``; in [0, 1]."""
     min_p: float = 0.0
     """Keep tokens with at least ``min_p`` times the probability of the most probable token; in [0, 1], 0 is
     off. Combines with ``top_k`` and ``top_p``."""

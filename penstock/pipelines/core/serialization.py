@@ -7,8 +7,8 @@
 
 An array is a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``. It is decoded
 to an array if the target type is ``ndarray``. Other types that msgspec does not support, such as numpy
-scalars, raise ``TypeError``.
-`frames_encoder` sends large arrays separately: their maps have the index of a frame instead of ``data``.
+scalars, raise ``TypeError``. `frames_encoder` encodes large arrays as separate frames: their maps have the
+index of a frame instead of ``data``.
 """
 
 from __future__ import annotations

@@ -181,17 +181,17 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
                 f"Images must be before the end of the token array: {images[-1].end_idx} > {self.end_idx}"
             )
         for image in images:
-            ends = self.tokens[[image.start_idx, image.end_idx - 1]].tolist()
-            if not set(ends) <= set(ids):
+            boundary_tokens = self.tokens[[image.start_idx, image.end_idx - 1]].tolist()
+            if not set(boundary_tokens) <= set(ids):
                 raise InputError(
                     f"Images must be filled with <vision_token_id> ({ids}): the tokens at {image.start_idx} "
-                    f"and {image.end_idx - 1} are {ends[0]} and {ends[1]}"
+                    f"and {image.end_idx - 1} are {boundary_tokens[0]} and {boundary_tokens[1]}"
                 )
-            count = len(self.placeholders(image))
-            if count != image.embedding_rows:
+            num_placeholders = len(self.placeholders(image))
+            if num_placeholders != image.embedding_rows:
                 raise InputError(
                     f"the image at token {image.start_idx} has {image.embedding_rows} rows of embeddings, "
-                    f"but {count} placeholder tokens"
+                    f"but {num_placeholders} placeholder tokens"
                 )
 
 

@@ -21,7 +21,7 @@ _MAX_RATE = 0.98
 _MIN_SPEEDUP = 1.03
 """Minimum predicted speedup for drafting, above 1 so that measurement noise does not switch drafting on."""
 _PROBE_LENGTH = 2
-"""Number of drafts in a probe."""
+"""Number of drafts in a probe, which tests whether drafts of a context are accepted again."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
 """Minimum and maximum number of steps without drafts before a context is probed. The number doubles after
 each probe with a rejected draft, up to the maximum.
@@ -63,18 +63,21 @@ class AdaptiveDraftLength:
         return self._with_probe(contexts, limits, lengths)
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
-        for context, draft, matching in zip(contexts, drafts, accepted, strict=True):
+        for context, draft, num_matching in zip(contexts, drafts, num_accepted, strict=True):
             if draft:
-                num_tested = min(matching + 1, len(draft))  # drafts after the first mismatch are not tested
+                # Drafts after the first mismatch are not tested.
+                num_tested = min(num_matching + 1, len(draft))
                 acceptance = self._acceptance(context)
-                self._overall_acceptance.add(matching, num_tested, decay=0.99)
-                acceptance.add(matching, num_tested, decay=0.95)
-                acceptance.record_probe(matching == len(draft))
+                self._overall_acceptance.add(num_matching, num_tested, decay=0.99)
+                acceptance.add(num_matching, num_tested, decay=0.95)
+                acceptance.record_probe(num_matching == len(draft))
 
-    def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
-        self._costs.add(num_rows, depth, forward, proposal)
+    def record_step(
+        self, num_rows: int, longest_draft: int, forward_seconds: float, proposal_seconds: float
+    ) -> None:
+        self._costs.add(num_rows, longest_draft, forward_seconds, proposal_seconds)
 
     def release(self, context: TextContext) -> None:
         self._acceptances.pop(context.request_id, None)
@@ -101,9 +104,9 @@ class AdaptiveDraftLength:
         if not len(probabilities):
             return 0
         num_rows = num_contexts + np.arange(len(probabilities) + 1)
-        depths = np.concatenate([[0], np.maximum.accumulate(draft_numbers)])
+        longest_drafts = np.concatenate([[0], np.maximum.accumulate(draft_numbers)])
         num_tokens = num_contexts + np.concatenate([[0], probabilities.cumsum()])
-        speeds = num_tokens / self._costs.seconds(num_rows, depths)
+        speeds = num_tokens / self._costs.seconds(num_rows, longest_drafts)
         best = int(speeds.argmax())
         return best if speeds[best] > _MIN_SPEEDUP * speeds[0] else 0
 
@@ -171,19 +174,19 @@ class StepCosts:
         self._curve: tuple[list[int], list[float]] = ([], [])  # numbers of rows and seconds, both ascending
         self._draft_average = _Average()
 
-    def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
+    def add(self, num_rows: int, longest_draft: int, forward_seconds: float, proposal_seconds: float) -> None:
         """Record the durations in seconds of a forward with ``num_rows`` rows and of drafting.
 
-        ``depth`` is the length of the longest draft.
+        ``longest_draft`` is the length of the longest draft.
         """
-        self._forward_averages.setdefault(_row_bucket(num_rows), _Average()).add(forward)
+        self._forward_averages.setdefault(_row_bucket(num_rows), _Average()).add(forward_seconds)
         self._curve = self._measured_costs()
-        if depth:
-            self._draft_average.add(proposal / depth)
+        if longest_draft:
+            self._draft_average.add(proposal_seconds / longest_draft)
 
-    def seconds(self, num_rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """Return the estimated seconds of steps ``[n]``; ``depths`` are the lengths of the longest drafts."""
-        return self._forward_seconds(num_rows) + depths * self._draft_average.value
+    def seconds(self, num_rows: np.ndarray, longest_drafts: np.ndarray) -> np.ndarray:
+        """Return the estimated seconds of steps ``[n]`` with the given lengths of the longest draft."""
+        return self._forward_seconds(num_rows) + longest_drafts * self._draft_average.value
 
     def _measured_costs(self) -> tuple[list[int], list[float]]:
         measured_rows = sorted(self._forward_averages)
@@ -213,7 +216,7 @@ class _Average:
     """A moving average that limits the effect of outliers.
 
     With up to three samples, the value is derived from their minimum. With fewer than three samples, it is
-    less than the minimum. Otherwise a single slow step on a busy machine could exclude its number of rows
+    less than the minimum, so that a single slow step on a busy machine does not exclude its number of rows
     permanently.
     """
 

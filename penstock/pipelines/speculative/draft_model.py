@@ -10,8 +10,8 @@
                              `-- computed --------'             one row, x, is not computed yet
 
 The draft model samples with the seed and the positions of the context, and therefore with the same random
-numbers as the target. If both models have the same distribution, they sample the same token. A draft that the
-context's grammar refuses is the last one. If both heads have the same size, drafts obey the grammar.
+numbers as the target. If both models have the same distribution, they sample the same token. Drafting ends
+with a draft that the grammar rejects. If both models have equally many logits, drafts obey the grammar.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class _DraftState:
             draft_context.jump_ahead(token)
         if self.drafts:
             new_tokens = tokens[num_known : num_known + len(self.drafts) - 1].tolist()
-            matching = 0
-            while matching < len(new_tokens) and new_tokens[matching] == self.drafts[matching]:
-                matching += 1
-            draft_context.set_token_indices(start_idx=min(num_known + matching, draft_context.end_idx - 1))
+            num_matching = 0
+            while num_matching < len(new_tokens) and new_tokens[num_matching] == self.drafts[num_matching]:
+                num_matching += 1
+            start = min(num_known + num_matching, draft_context.end_idx - 1)
+            draft_context.set_token_indices(start_idx=start)
             self.drafts = []
         return True
 
@@ -88,7 +89,7 @@ class DraftModelProposer:
         config: the draft model's configuration, see `share_memory`.
         model: the class of the draft model.
         session: the target's session. Both models run in the same thread, one after the other.
-        vocabulary: vocabulary size of the target.
+        vocab_size: number of logits of the target.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class DraftModelProposer:
         config: PipelineConfig,
         model: type[PipelineModel[TextContext]],
         session: InferenceSession,
-        vocabulary: int,
+        vocab_size: int,
     ) -> None:
         self.model = model(config, session)
         if not isinstance(self.model, KVCacheMixin) or self.model.kv_cache_spec is None:
@@ -104,18 +105,18 @@ class DraftModelProposer:
         self.kv: KVCacheManager = self.model.load_kv_manager(session, self.model.memory_plan.kv_cache_size)
         self._runner = ModelRunner(self.model, session, self.kv)
         self._session = session
-        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._states: dict[str, _DraftState] = {}  # least recently used first
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         indices: dict[str, int] = {}
         batch: list[_DraftState] = []
-        num_left = self.model.memory_plan.max_batch_input_tokens
+        num_tokens_left = self.model.memory_plan.max_batch_input_tokens
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             if limit > 0 or context.active_idx < context.end_idx:
                 state = self._updated_state(context)
-                if self._prepare(state, limit, num_left, contexts):
-                    num_left -= state.draft_context.active_length
+                if self._prepare(state, limit, num_tokens_left, contexts):
+                    num_tokens_left -= state.draft_context.active_length
                     indices[context.request_id] = index
                     batch.append(state)
         drafts: list[list[int]] = [[] for _ in contexts]
@@ -125,7 +126,7 @@ class DraftModelProposer:
         return drafts
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
         """Set ``draft_offset`` of each context: the number of tokens by which the draft model lags behind."""
         for context in contexts:
@@ -171,26 +172,26 @@ class DraftModelProposer:
         return state
 
     def _prepare(
-        self, state: _DraftState, limit: int, num_left: int, contexts: Sequence[TextContext]
+        self, state: _DraftState, limit: int, num_tokens_left: int, contexts: Sequence[TextContext]
     ) -> bool:
         """Select the tokens to compute next and reserve their blocks.
 
         Returns False if nothing is to be computed, the context is too long, or the step or cache is full.
         """
         draft_context, end = state.draft_context, state.context.active_idx
-        if num_left == 0 or end > self._max_length(state):
+        if num_tokens_left == 0 or end > self._max_length(state):
             return False
         claim(self.kv, draft_context)
         if draft_context.start_idx >= end:
             return False  # the draft cache already contains the part of the prompt that the target computes
-        draft_context.set_token_indices(active_idx=min(end, draft_context.start_idx + num_left))
+        draft_context.set_token_indices(active_idx=min(end, draft_context.start_idx + num_tokens_left))
         lookahead = (
             self._num_drafts(state, limit) - 1 if draft_context.active_idx == draft_context.end_idx else 0
         )
         return self._reserve(draft_context, max(lookahead, 0), contexts)
 
     def _num_drafts(self, state: _DraftState, limit: int) -> int:
-        """Return the number of tokens to draft. All but the last count towards the maximum length."""
+        """Return the number of tokens to draft. All drafts but the last count towards the maximum length."""
         return max(min(limit, self._max_length(state) - state.draft_context.end_idx + 1), 0)
 
     def _max_length(self, state: _DraftState) -> int:
@@ -258,13 +259,13 @@ class DraftModelProposer:
     def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
         """Sample the next draft of each state with the random numbers that the target will use."""
         contexts = [state.context for state in batch]
-        sequences = np.arange(len(batch))
+        context_indices = np.arange(len(batch))
         positions = np.array([state.draft_context.end_idx for state in batch])
         bitmask = None
-        if logits.shape[-1] == self._vocabulary:
+        if logits.shape[-1] == self._vocab_size:
             drafts = [state.drafts for state in batch]
-            logits = adjust_logits(logits, contexts, sequences, positions, drafts)
-            bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
+            logits = adjust_logits(logits, contexts, context_indices, positions, drafts)
+            bitmask = grammar_bitmask(contexts, context_indices, self._vocab_size)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
@@ -321,9 +322,7 @@ def share_memory(
         cls.kv_spec(cfg, cfg.model.huggingface_config) for cls, cfg in zip(classes, configs, strict=True)
     ]
     if specs[0] is None or specs[1] is None:
-        raise ConfigError(
-            "draft_model_path", "a model without a KV cache can neither draft nor be drafted for"
-        )
+        raise ConfigError("draft_model_path", "the target and the draft model both need a KV cache")
     num_target_groups = len(specs[0].groups)
     plan = plan_memory(
         config,
@@ -368,7 +367,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     elif vocabularies[0] == vocabularies[1]:
         return
     else:
-        difference = f"one has {vocabularies[0]} tokens, the other {vocabularies[1]}"
+        difference = f"the target has {vocabularies[0]} tokens, the draft model {vocabularies[1]}"
     raise ConfigError(
         "draft_model_path",
         f"{draft.model_path} cannot draft for {target.model_path}: {difference}. A draft model needs the "

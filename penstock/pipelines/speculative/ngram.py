@@ -30,7 +30,7 @@ class NGramProposer:
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
         assert 1 <= min_size <= max_size, f"n-grams of {min_size} to {max_size} tokens"
         self._sizes = range(min_size, max_size + 1)
-        self._indexes: dict[str, _Index] = {}
+        self._indexes: dict[str, _NGramIndex] = {}
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [
@@ -39,7 +39,7 @@ class NGramProposer:
         ]
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
         return  # not needed, because `propose` reads new tokens from the context
 
@@ -52,11 +52,11 @@ class NGramProposer:
     def prefault_next(self) -> bool:
         return False
 
-    def _index(self, context: TextContext) -> _Index:
+    def _index(self, context: TextContext) -> _NGramIndex:
         """Return the index of all tokens of a context.
 
-        Builds a new index for a new context, and if the known tokens are no longer a prefix. To detect that,
-        only the number of tokens and the last known token are compared.
+        Builds a new index for a new context, and if the indexed tokens are no longer a prefix of the
+        context's tokens. Only the number of tokens and the last indexed token are compared.
         """
         index = self._indexes.get(context.request_id)
         num_known = 0 if index is None else len(index.tokens)
@@ -67,15 +67,15 @@ class NGramProposer:
             or num_known > len(tokens)
             or (num_known and index.tokens[-1] != tokens[num_known - 1])
         ):
-            index = self._indexes[context.request_id] = _Index(context, self._sizes)
+            index = self._indexes[context.request_id] = _NGramIndex(context, self._sizes)
             num_known = 0
         index.extend(tokens[num_known:].tolist())
         return index
 
 
 @dataclass(slots=True)
-class _Index:
-    """The occurrences of the n-grams of a text: the last one, and for the maximum size also earlier ones."""
+class _NGramIndex:
+    """The last occurrence of each n-gram of a text, and all occurrences of n-grams of the maximum size."""
 
     context: TextContext
     sizes: range
@@ -102,17 +102,17 @@ class _Index:
                 last_ends[ngram] = end
             text.append(token)
 
-    def continuation(self, count: int) -> list[int]:
-        """Return the ``count`` tokens after the best match; empty without a match.
+    def continuation(self, num_tokens: int) -> list[int]:
+        """Return the ``num_tokens`` tokens after the best match; empty without a match.
 
-        If fewer tokens follow the match, they are repeated.
+        If fewer tokens follow the match, these tokens are repeated.
         """
         start = self._best_match()
         if start is None:
             return []
         drafts: list[int] = []
         text, length = self.tokens, len(self.tokens)
-        for index in range(start, start + count):
+        for index in range(start, start + num_tokens):
             drafts.append(text[index] if index < length else drafts[index - length])
         return drafts
 

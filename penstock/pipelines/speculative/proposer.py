@@ -20,14 +20,14 @@ class DraftProposer(Protocol):
         ...
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
-        """Report the result of verification, after the contexts have taken the tokens of the step.
+        """Report the result of verification, after the tokens of the step were appended to the contexts.
 
         Args:
             contexts: the batch.
             drafts: the verified drafts of each context; may be fewer than proposed.
-            accepted: number of accepted drafts of each context.
+            num_accepted: number of accepted drafts of each context.
         """
         ...
 
@@ -52,19 +52,21 @@ class DraftLengthPolicy(Protocol):
         ...
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
         """Same as `DraftProposer.observe`."""
         ...
 
-    def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
+    def record_step(
+        self, num_rows: int, longest_draft: int, forward_seconds: float, proposal_seconds: float
+    ) -> None:
         """Record the duration of a step without prompts.
 
         Args:
             num_rows: number of rows of the forward.
-            depth: length of the longest draft.
-            forward: seconds of the forward, including sampling.
-            proposal: seconds of drafting.
+            longest_draft: length of the longest draft.
+            forward_seconds: duration of the forward, including sampling.
+            proposal_seconds: duration of drafting.
         """
         ...
 
@@ -83,11 +85,13 @@ class FixedDraftLength:
         return [min(limit, self.num_drafts) for limit in limits]
 
     def observe(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_accepted: Sequence[int]
     ) -> None:
         return
 
-    def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
+    def record_step(
+        self, num_rows: int, longest_draft: int, forward_seconds: float, proposal_seconds: float
+    ) -> None:
         return
 
     def release(self, context: TextContext) -> None:
@@ -101,13 +105,13 @@ def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
         drafts: the k drafted tokens.
         sampled: the k + 1 tokens that were sampled at the position of each draft and after the last draft.
     """
-    matching = 0
-    while matching < len(drafts) and drafts[matching] == sampled[matching]:
-        matching += 1
-    return list(sampled[: matching + 1])
+    num_matching = 0
+    while num_matching < len(drafts) and drafts[num_matching] == sampled[num_matching]:
+        num_matching += 1
+    return list(sampled[: num_matching + 1])
 
 
-def known_tokens(drafts: list[int], vocabulary: int) -> list[int]:
+def known_tokens(drafts: list[int], vocab_size: int) -> list[int]:
     """Return the drafts before the first id outside the model's vocabulary."""
-    unknown = (index for index, token in enumerate(drafts) if not 0 <= token < vocabulary)
+    unknown = (index for index, token in enumerate(drafts) if not 0 <= token < vocab_size)
     return drafts[: next(unknown, len(drafts))]

@@ -29,10 +29,10 @@ class SpeculationStats:
         """Mean number of tokens per verified step. Decoding without drafts yields 1."""
         return 1 + self.num_accepted / self.num_verified_steps if self.num_verified_steps else 1.0
 
-    def count(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+    def count(self, drafts: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:
         """Add the drafts of a step and the numbers of accepted draft tokens, one entry per context."""
         self.num_proposed += sum(map(len, drafts))
-        self.num_accepted += sum(accepted)
+        self.num_accepted += sum(num_accepted)
         self.num_verified_steps += sum(map(bool, drafts))
 
     def summary(self) -> dict[str, int | float]:

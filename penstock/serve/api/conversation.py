@@ -70,7 +70,7 @@ class Conversation:
         check_template_reads_tools(tool_use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
         messages = template_messages(chat_messages, tokenizer)
-        options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
+        options = template_options(body, tokenizer, can_reason=parsers.reasoning_format_name is not None)
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, tool_use.tools or None, options)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -123,7 +123,7 @@ class Conversation:
                     unmarked_in_text=self.context.grammar is None,
                 ),
                 skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
-                token_by_token=parsers.reasoning_format is not None or not parallel,
+                token_by_token=parsers.reasoning_format_name is not None or not parallel,
                 may_decode_at_end=not self.body.stream,
                 keeps_stop=bool(self.body.include_stop_str_in_output),
             )

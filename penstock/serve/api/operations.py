@@ -60,8 +60,8 @@ async def load(request: Request) -> ServerLoad:
 async def ready(request: Request) -> Status:
     """Return 200 if the server admits requests now, else 503 (readiness)."""
     services = Services.of(request)
-    if services.gate.reason:
-        raise RequestProblem(503, services.gate.reason)
+    if services.gate.refusal_reason:
+        raise RequestProblem(503, services.gate.refusal_reason)
     if services.worker.state != "ready":
         raise RequestProblem(503, f"the worker is {services.worker.state}")
     return Status(status="ready")

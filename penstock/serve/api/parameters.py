@@ -65,7 +65,9 @@ _GENERATION_FIELDS: Mapping[str, RefusedField] = {
     "service_tier": RefusedField("there is only one service tier", ("auto", "default")),
     "store": RefusedField("responses are not stored", (False,)),
     # Fields of llama.cpp and Ollama. The accepted values of samplers disable the sampler.
-    "cache_prompt": RefusedField("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
+    "cache_prompt": RefusedField(
+        "a request cannot turn the prefix cache off; cache_salt keeps prompts apart", (True,)
+    ),
     "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
     "n_keep": RefusedField("the server has no context shift", (0,)),
     "min_keep": RefusedField("at least one token is always kept", (0, 1)),

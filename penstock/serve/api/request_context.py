@@ -129,8 +129,9 @@ def build_context(
     tokens: list[int] = token_ids.tolist()
     if max_prompt_tokens == -1:
         max_new_tokens = request.sampling_params.max_new_tokens
-        max_length = len(tokens) if tokenizer.max_length is None else tokenizer.max_length
-        max_prompt_tokens = max(1, max_length - (1 if max_new_tokens is None else max_new_tokens))
+        num_reserved = 1 if max_new_tokens is None else max_new_tokens
+        max_length = len(tokens) + num_reserved if tokenizer.max_length is None else tokenizer.max_length
+        max_prompt_tokens = max(1, max_length - num_reserved)
     if len(tokens) > max_prompt_tokens:
         if max_prompt_tokens > 1 and tokens[0] == _bos_id(tokenizer):
             tokens = [tokens[0], *tokens[1 - max_prompt_tokens :]]

@@ -14,11 +14,11 @@ from penstock.serve.batches.batch_lines import BatchRequest, InvalidLine, result
 from penstock.serve.http.internal_request import internal_request
 from penstock.serve.http.sse import escape_line_ends
 
-CLIENT = "batch"
+BATCH_CLIENT_ID = "batch"
 """The client id of all batches, for fair scheduling."""
 _RETRY_SECONDS = 0.5
 """Seconds between a response with status 429 or 503 and the next attempt of the request."""
-MAX_ATTEMPTS = 5
+MAX_RETRIES = 5
 """Default maximum number of times that a request is sent again after a response with status 503."""
 
 
@@ -40,7 +40,7 @@ async def post(app: ASGIApp, path: str, body: dict[str, object]) -> BatchRespons
 
     If the calling task is cancelled, the request is cancelled.
     """
-    async with internal_request(app, path, body, {}, client=CLIENT) as response:
+    async with internal_request(app, path, body, {}, client=BATCH_CLIENT_ID) as response:
         request_id = response.headers.get(b"x-request-id", b"").decode()
         return BatchResponse(response.status, request_id, await response.body())
 
@@ -53,7 +53,7 @@ class BatchDispatcher:
         concurrency: maximum number of requests that run concurrently.
         is_stopping: returns whether the server is stopping. If it is, no further request is started.
         on_result: called with (result line, whether the request succeeded, number of output tokens).
-        max_attempts: maximum number of times that a request is sent again after a response with status 503,
+        max_retries: maximum number of times that a request is sent again after a response with status 503,
             for example while the worker is being restarted. After status 429, a request is sent again without
             a limit.
     """
@@ -65,13 +65,13 @@ class BatchDispatcher:
         *,
         is_stopping: Callable[[], bool],
         on_result: Callable[[bytes, bool, int], None],
-        max_attempts: int = MAX_ATTEMPTS,
+        max_retries: int = MAX_RETRIES,
     ) -> None:
         self._app = app
         self._concurrency = concurrency
         self._is_stopping = is_stopping
         self._on_result = on_result
-        self._max_attempts = max_attempts
+        self._max_retries = max_retries
 
     async def run(self, lines: Iterator[BatchRequest | InvalidLine]) -> None:
         """Run all lines.
@@ -106,7 +106,7 @@ class BatchDispatcher:
         while True:
             response = await post(self._app, line.url, line.body)
             is_temporary = response.status == 429 or (
-                response.status == 503 and num_unavailable < self._max_attempts
+                response.status == 503 and num_unavailable < self._max_retries
             )
             if not is_temporary:
                 break

@@ -15,7 +15,7 @@ from penstock.serve.http.sse import escape_line_ends
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """The routes that the requests of a batch may use."""
-PRIORITY = -1_000_000
+PRIORITY_OFFSET = -1_000_000
 """Value added to the priority of each request of a batch, so that requests outside batches run first."""
 
 
@@ -64,7 +64,7 @@ def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchReq
 
 
 def parse_line(line: bytes, line_number: int, max_values: int, max_items: int) -> BatchRequest | InvalidLine:
-    """Return the request in a line with `PRIORITY` added to its priority, or an `InvalidLine`.
+    """Return the request in a line with `PRIORITY_OFFSET` added to its priority, or an `InvalidLine`.
 
     A line without a valid ``custom_id`` gets the id ``line-NUMBER``.
     """
@@ -100,7 +100,7 @@ def parse_line(line: bytes, line_number: int, max_values: int, max_items: int) -
     if problem is not None:
         return InvalidLine(custom_id, "invalid_request", f"line {line_number}: {problem}")
     assert isinstance(body, dict)
-    priority = PRIORITY + (body.get("priority") or 0)
+    priority = PRIORITY_OFFSET + (body.get("priority") or 0)
     return BatchRequest(custom_id, str(url), {**body, "priority": priority})
 
 

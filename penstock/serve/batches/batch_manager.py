@@ -79,7 +79,7 @@ class BatchManager:
 
     async def _run_batches(self) -> None:
         """Run batches until the server stops."""
-        while not self._services.gate.reason:
+        while not self._services.gate.refusal_reason:
             self._has_new_batches.clear()
             active_batches = [
                 candidate
@@ -139,7 +139,7 @@ class BatchManager:
             dispatcher = BatchDispatcher(
                 self._app,
                 services.worker.info.max_batch_size,
-                is_stopping=lambda: bool(services.gate.reason),
+                is_stopping=lambda: bool(services.gate.refusal_reason),
                 on_result=write_result,
             )
             await dispatcher.run(remaining_lines(self._lines(batch), completed_ids | failed_ids))

@@ -12,9 +12,10 @@ _CHALLENGE = {"www-authenticate": 'Bearer realm="penstock"'}
 
 
 class ApiKeys:
-    """The API keys of the server. Without keys, all requests are accepted.
+    """The API keys of the server. Without configured keys, `check` accepts all requests.
 
-    The time of a check does not depend on the key. A check compares digests of equal length with every key.
+    The time of a check does not reveal a key: the check compares the digest of the request's key with the
+    digests of all configured keys.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -31,24 +32,25 @@ class ApiKeys:
             single key does not identify a client.
 
         Raises:
-            RequestProblem: 401; the key is missing or wrong, or the header occurs more than once.
+            RequestProblem: 401; the key is missing or wrong, its scheme is not Bearer, or its header occurs
+                more than once.
         """
         if not self._digests:
             return None
         headers = list(headers)
-        keys = [value for name, value in headers if name == b"authorization"]
-        if not keys:  # Anthropic's clients send x-api-key
-            keys = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
-        if not keys:
+        credentials = [value for name, value in headers if name == b"authorization"]
+        if not credentials:  # Anthropic's clients send x-api-key
+            credentials = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
+        if not credentials:
             raise RequestProblem(
                 401,
                 "an API key is required: send 'Authorization: Bearer KEY'",
                 code="missing_api_key",
                 headers=_CHALLENGE,
             )
-        scheme, _, key = keys[0].strip().partition(b" ")
+        scheme, _, key = credentials[0].strip().partition(b" ")
         digest = sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._digests]
-        if len(keys) > 1 or scheme.lower() != b"bearer" or not any(matches):
+        if len(credentials) > 1 or scheme.lower() != b"bearer" or not any(matches):
             raise RequestProblem(401, "the API key is wrong", headers=_CHALLENGE)
         return matches.index(True) if len(matches) > 1 else None

@@ -57,7 +57,7 @@ class JsonRequest(Request):
 
         Raises:
             RequestProblem: 400; the body is not strict JSON or has too many values.
-            UnavailableError: the process that decodes long bodies has ended.
+            UnavailableError: the process that decodes long bodies has ended or cannot be started.
         """
         body = await self.body()
         services = Services.of(self)
@@ -73,30 +73,32 @@ class JsonRequest(Request):
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )
-        kind, _, charset = content_type.partition(";")
-        kind = kind.strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        media_type, _, parameters = content_type.partition(";")
+        media_type = media_type.strip().lower()
+        if media_type != "application/json" and not (
+            media_type.startswith("application/") and media_type.endswith("+json")
+        ):
             raise RequestProblem(
                 415, f"the body must be JSON: send 'Content-Type: application/json', not {content_type!r}"
             )
-        _, is_charset, name = charset.lower().partition("charset=")
-        if is_charset and name.strip(" \"'") not in ("utf-8", "utf8", "us-ascii"):
-            raise RequestProblem(415, f"the body must be UTF-8, not {name!r}")
+        _, has_charset, charset = parameters.lower().partition("charset=")
+        if has_charset and charset.strip(" \"'") not in ("utf-8", "utf8", "us-ascii"):
+            raise RequestProblem(415, f"the body must be UTF-8, not {charset!r}")
 
-    async def _read(self, limit: int) -> bytes:
+    async def _read(self, max_bytes: int) -> bytes:
         content_length = self.headers.get("content-length", "")
-        if content_length.isdecimal() and int(content_length) > limit:
-            _raise_too_long(limit)
-        parts, size = [], 0
+        if content_length.isdecimal() and int(content_length) > max_bytes:
+            _raise_too_long(max_bytes)
+        parts, num_bytes = [], 0
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                _raise_too_long(limit)
-            if size > LARGE_BODY_BYTES and not self._holds_large_body_slot:
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                _raise_too_long(max_bytes)
+            if num_bytes > LARGE_BODY_BYTES and not self._holds_large_body_slot:
                 Services.of(self).large_bodies.acquire()
                 self._holds_large_body_slot = True
             parts.append(part)
@@ -131,7 +133,7 @@ def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys
     """Decode JSON with the rules of `penstock.serve.http.json_process.decode`.
 
     Raises:
-        RequestProblem: 400; the message contains the error and its position, or the number of values.
+        RequestProblem: 400; the body is not strict JSON or has too many values.
     """
     with _map_json_errors():
         return decode(body, max_values, max_items)
@@ -151,9 +153,9 @@ def _map_json_errors() -> Iterator[None]:
         ) from None
 
 
-def _raise_too_long(limit: int) -> NoReturn:
+def _raise_too_long(max_bytes: int) -> NoReturn:
     raise RequestProblem(
         413,
-        f"the body is longer than {limit} bytes, the limit of this server",
+        f"the body is longer than {max_bytes} bytes, the limit of this server",
         headers={"connection": "close"},
     )

@@ -1,10 +1,10 @@
 """HTTP connections: uvicorn's protocols, with framing and connection closure as RFC 9112 requires.
 
-uvicorn closes a connection immediately when the client stops sending, and after a response that is sent
-before the request has arrived completely. This module changes that:
+uvicorn closes a connection immediately when the client stops sending, and after an early response, which is
+sent before the request has arrived completely. This module replaces uvicorn's behaviour:
 
     the client stops sending     the response is sent; probes detect whether the client still reads
-    an early response            the rest of the request is read and discarded, then the connection closes
+    a response is early          the rest of the request is read and discarded, then the connection closes
     the framing is ambiguous     status 400, then the connection closes
     the headers are too long     status 431, then the connection closes
 """
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
     """The last parsed request; None before the first request."""
     flow: FlowControl
     transport: ClosingTransport
-    _start_timer: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
     _has_received_eof = False
     _has_error = False  # whether the client has sent invalid HTTP
     _pending_refusal: bytes | None = None  # an error response to send after the responses to earlier requests
@@ -56,16 +56,16 @@ class Connection(asyncio.Protocol):
     # -- Called by asyncio -------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer for the first request."""
+        """Wrap the transport in a `ClosingTransport`, and start the timer for the first request's headers."""
         client_socket = transport.get_extra_info("socket")
         if client_socket.family in (socket.AF_INET, socket.AF_INET6):
             # The headers and the body of a response are two writes. The second must not wait for an ACK.
             client_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(ClosingTransport(transport, self._is_client_sending))  # type: ignore[arg-type]
-        self._wait_for_request()
+        self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. They are discarded while the connection closes and after invalid HTTP."""
+        """Parse received bytes. Discard all bytes while the connection closes and after invalid HTTP."""
         if self.transport.is_closing():
             self.transport.discard(len(data))
             return
@@ -74,12 +74,12 @@ class Connection(asyncio.Protocol):
         cycle = self.cycle
         super().data_received(data)
         if self.cycle is not cycle:
-            self._stop_waiting()
-        elif self._start_timer is None and (cycle is None or cycle.response_complete):
-            self._wait_for_request()  # the next request has begun, and its headers must arrive in time
+            self._cancel_header_timer()
+        elif self._header_timer is None and (cycle is None or cycle.response_complete):
+            self._start_header_timer()  # the next request has begun, and its headers must arrive in time
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open. It stays open while a response is pending."""
+        """Return whether the connection stays open. True if a response to a complete request is pending."""
         self._has_received_eof = True
         if self.transport.is_closing() or not self._is_answering():
             return False
@@ -88,15 +88,19 @@ class Connection(asyncio.Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the requests of the connection and its timers."""
-        self._stop_waiting()  # a running timer would keep the connection in memory
+        """Cancel the timers of the connection, and end its requests."""
+        self._cancel_header_timer()  # a running timer would keep the connection in memory
         self.transport.cancel_timers()
         super().connection_lost(exc)
 
     # -- Called by uvicorn -------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """Continue with the next pipelined request, or close the connection if needed."""
+        """Start the next pipelined request if there is one.
+
+        After the last request, send the pending refusal, if any. Close the connection after a refusal, or if
+        the client has stopped sending.
+        """
         super().on_response_complete()  # type: ignore[misc]
         if self._is_answering() or self.transport.is_closing():
             return
@@ -114,7 +118,7 @@ class Connection(asyncio.Protocol):
             super().shutdown()  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 for invalid HTTP. Its body has the format of all other errors."""
+        """Send a 400 for invalid HTTP, with a body in OpenAI's error format."""
         self._refuse(400, "the request is not valid HTTP")
 
     # -- Internal ----------------------------------------------------------------------------------------
@@ -152,26 +156,28 @@ class Connection(asyncio.Protocol):
         """Remove a pipelined request whose remaining bytes will not arrive. Does nothing in this class."""
 
     def _is_client_sending(self) -> bool:
-        """Return whether unread bytes may arrive. If so, closing the socket would reset the connection."""
+        """Return whether bytes from the client may be unread. Closing the socket would then reset the
+        connection.
+        """
         if self._has_error:
             return True
         return self.cycle is not None and (self.cycle.more_body or self.flow.read_paused)
 
-    def _wait_for_request(self) -> None:
+    def _start_header_timer(self) -> None:
         loop = asyncio.get_running_loop()
-        self._start_timer = loop.call_later(self.request_start_timeout, self.transport.close)
+        self._header_timer = loop.call_later(self.request_start_timeout, self.transport.close)
 
-    def _stop_waiting(self) -> None:
-        if self._start_timer is not None:
-            self._start_timer.cancel()
-            self._start_timer = None
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
 
 class _StrictParser(h11.Connection):
     """h11's parser with an additional check for ambiguous framing."""
 
     status = 400
-    """The HTTP status code of the last parser error."""
+    """The HTTP status code for the last parser error; 400 before the first error."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         try:
@@ -202,11 +208,11 @@ class H11Connection(Connection, H11Protocol):  # type: ignore[misc]
 
 
 def check_framing(headers: Iterable[tuple[bytes, bytes]], http_version: bytes) -> None:
-    """Raise if a proxy could find the end of a request at a different byte (request smuggling).
+    """Raise if a proxy and this server could disagree about where a request ends (request smuggling).
 
     Raises:
-        RemoteProtocolError: the request has both a content length and chunks, chunks in HTTP/1.0, or an
-            unknown transfer coding.
+        RemoteProtocolError: the request has both a content length and a transfer coding, a transfer coding in
+            HTTP/1.0, or a transfer coding other than a single ``chunked``.
     """
     fields = [(name, value) for name, value in headers if name in (b"content-length", b"transfer-encoding")]
     codings = [value.strip().lower() for name, value in fields if name == b"transfer-encoding"]

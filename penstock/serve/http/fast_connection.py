@@ -10,14 +10,14 @@ from penstock.serve.http.connection import MAX_HEAD_SIZE, Connection, check_fram
 
 
 class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
-    """A connection that uses the parser httptools. httptools itself does not limit the size of headers."""
+    """A connection that uses the parser httptools, which does not limit the size of headers."""
 
     _is_in_head = True
     _num_parsed_parts = 0  # number of headers plus number of bodies that have arrived completely
-    _head_size = 0
+    _head_size = 0  # bytes of an incomplete head, without the bytes that arrived with the previous part
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. Refuse a request whose headers are longer than `MAX_HEAD_SIZE`."""
+        """Parse received bytes. Refuse a request whose head is incomplete after `MAX_HEAD_SIZE` bytes."""
         parts_before = self._num_parsed_parts
         super().data_received(data)
         if self._num_parsed_parts != parts_before:
@@ -63,7 +63,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
 
 
 class _Http10Cycle(RequestResponseCycle):
-    """A response in HTTP/1.0. If it has no content length, the end of the connection marks its end."""
+    """A response in HTTP/1.0. Without a content length, the connection ends where the response ends."""
 
     _is_unframed = False
 

@@ -10,24 +10,23 @@ from contextlib import contextmanager
 class Gate:
     """Tracks whether the server accepts requests, and counts the active requests.
 
-    Requests are accepted until the call of `close`. If the gate is not open from the beginning, they are
-    accepted only after the call of `open`.
+    The server accepts requests from the call of `open` to the call of `close`.
 
     Args:
-        is_open: whether the gate is open from the beginning. False while the model is being loaded.
+        is_open: whether the gate is open without a call of `open`. False if the model is still being loaded.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:
-        self._reason = "" if is_open else "the model is being loaded"
+        self._refusal_reason = "" if is_open else "the model is being loaded"
         self._is_closed = False
         self._num_active = 0
         self._idle_event = asyncio.Event()
         self._idle_event.set()
 
     @property
-    def reason(self) -> str:
+    def refusal_reason(self) -> str:
         """The reason why requests are refused; empty if the gate is open."""
-        return self._reason
+        return self._refusal_reason
 
     @property
     def num_active(self) -> int:
@@ -37,12 +36,12 @@ class Gate:
     def open(self) -> None:
         """Accept requests. Does nothing after `close`."""
         if not self._is_closed:
-            self._reason = ""
+            self._refusal_reason = ""
 
     def close(self) -> None:
         """Refuse new requests. Active requests continue."""
         self._is_closed = True
-        self._reason = "the server is shutting down"
+        self._refusal_reason = "the server is shutting down"
 
     @contextmanager
     def track(self) -> Iterator[None]:
@@ -57,7 +56,7 @@ class Gate:
                 self._idle_event.set()
 
     async def wait_until_idle(self, seconds: float) -> bool:
-        """Wait until no request is active, at most ``seconds``. Return whether no request is active."""
+        """Wait for at most ``seconds`` until no request is active. Return False if the time has passed."""
         try:
             async with asyncio.timeout(seconds):
                 await self._idle_event.wait()

@@ -21,9 +21,10 @@ class InternalResponse:
     headers: Mapping[bytes, bytes]
     """Name in lower case -> value."""
     parts: AsyncIterator[bytes]
+    """Yields the parts of the body as they arrive."""
 
     async def body(self) -> bytes:
-        """Return the whole body."""
+        """Return the whole body. Consumes `parts`."""
         return b"".join([part async for part in self.parts])
 
 
@@ -33,24 +34,25 @@ async def internal_request(
 ) -> AsyncIterator[InternalResponse]:
     """Send a POST request to an application and yield the response when it has started.
 
-    The end of the ``async with`` block cancels the request if it is still running. An error that ends the
-    application early is raised here, or by the iterator of the body's parts.
+    The end of the ``async with`` block cancels the request if the request is still running. If the
+    application fails before the response has started, the start of the block raises the error. If it fails
+    later, `InternalResponse.parts` raises the error.
 
     Args:
         app: the application.
         path: the path of the route.
-        body: the JSON body.
+        body: the body, which is sent as JSON.
         headers: additional headers.
         client: the address or id of the client, for fair scheduling.
     """
-    requests: list[Message] = [
+    request_messages: list[Message] = [
         {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
     ]
     sent_messages: asyncio.Queue[Message] = asyncio.Queue()
 
     async def receive() -> Message:
-        if requests:
-            return requests.pop()
+        if request_messages:
+            return request_messages.pop()
         # Blocks until cancellation, because an internal client does not disconnect.
         await asyncio.Event().wait()
         raise AssertionError

@@ -13,13 +13,13 @@ from penstock.serve.http import json_process
 from penstock.serve.http.json_process import (
     DECODED,
     INVALID_JSON,
-    REPLY,
-    REQUEST,
+    REPLY_HEADER,
+    REQUEST_HEADER,
     InvalidJsonError,
     TooManyValuesError,
 )
 
-_READ_LIMIT = 2**20
+_PIPE_BUFFER_BYTES = 2**20
 _MAX_INLINE_REPLY_BYTES = 256 * 1024
 """Longer replies are unmarshalled in a thread, so that they do not block the event loop."""
 
@@ -48,19 +48,20 @@ class JsonDecoder:
         """
         async with self._lock:
             try:
-                kind, data = await self._exchange(REQUEST.pack(len(body), max_values, max_items), body)
+                header = REQUEST_HEADER.pack(len(body), max_values, max_items)
+                reply_kind, data = await self._exchange(header, body)
             except (OSError, asyncio.IncompleteReadError) as error:
                 self._kill()
                 raise UnavailableError(f"the process that decodes long bodies has ended: {error}") from error
             except BaseException:
                 self._kill()  # otherwise the reply to this body would be read as the reply to the next body
                 raise
-        if kind == DECODED:
+        if reply_kind == DECODED:
             if len(data) <= _MAX_INLINE_REPLY_BYTES:
                 return marshal.loads(data)
             return await asyncio.to_thread(_unmarshal, data)
         message = data.decode(errors="replace")
-        raise InvalidJsonError(message) if kind == INVALID_JSON else TooManyValuesError(message)
+        raise InvalidJsonError(message) if reply_kind == INVALID_JSON else TooManyValuesError(message)
 
     async def close(self) -> None:
         """Stop the process if it is running."""
@@ -75,17 +76,17 @@ class JsonDecoder:
                 process.kill()
         return process
 
-    async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
+    async def _exchange(self, header: bytes, body: bytes) -> tuple[int, bytes]:
         if self._process is None or self._process.returncode is not None:
             self._process = await _start(self._niceness)
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None
         assert replies is not None
-        requests.write(head)
+        requests.write(header)
         requests.write(body)
         await requests.drain()
-        kind, size = REPLY.unpack(await replies.readexactly(REPLY.size))
-        return kind, await replies.readexactly(size)
+        reply_kind, num_bytes = REPLY_HEADER.unpack(await replies.readexactly(REPLY_HEADER.size))
+        return reply_kind, await replies.readexactly(num_bytes)
 
 
 async def _start(niceness: int) -> asyncio.subprocess.Process:
@@ -97,7 +98,7 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C must not reach the process, because the server stops it
-        limit=_READ_LIMIT,
+        limit=_PIPE_BUFFER_BYTES,
     )
 
 

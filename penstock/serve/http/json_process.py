@@ -1,9 +1,10 @@
-"""Strict JSON with limits, and the process that decodes long bodies.
+"""Strict decoding of JSON with limits, and the process that decodes long bodies.
 
 Decoding holds the GIL. In the server's process, the decoding of a long body would block all other requests.
 This file is also the script of the decoding process and therefore imports the standard library only:
 
-    bodies.py  --size, limits, body-->  json_process.py  --kind, size, marshalled value or message-->
+    json_decoder.py  --request header, body-->                             json_process.py
+    json_decoder.py  <--reply header, marshalled value or error message--  json_process.py
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 MAX_DEPTH = 64
-"""Maximum nesting of objects and arrays. Deeper nesting overflows the stack of recursive code."""
+"""Maximum nesting of objects and arrays. Much deeper nesting would overflow the stack of recursive code."""
 
-REQUEST = struct.Struct("<QQQ")
-"""Header of a request: bytes of the body, maximum number of values, maximum number of items."""
-REPLY = struct.Struct("<BQ")
-"""Header of a reply: kind of the reply, bytes of its data."""
+REQUEST_HEADER = struct.Struct("<QQQ")
+"""Bytes of the body, maximum number of values, maximum number of items."""
+REPLY_HEADER = struct.Struct("<BQ")
+"""Kind of the reply, bytes of the marshalled value or error message that follows."""
 DECODED, INVALID_JSON, TOO_MANY_VALUES = range(3)
 """Kinds of replies: the decoded value, an `InvalidJsonError`, a `TooManyValuesError`."""
 
@@ -36,7 +37,7 @@ class InvalidJsonError(ValueError):
 
 
 class TooManyValuesError(ValueError):
-    """The body has more values than a limit."""
+    """The body has more values or items than the limit."""
 
 
 def decode(body: bytes, max_values: int, max_items: int) -> Any:
@@ -55,37 +56,37 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        _invalid(f"it is not UTF-8, at byte {error.start}")
+        _raise_invalid(f"it is not UTF-8, at byte {error.start}")
     try:
         value = json.loads(
             text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant, parse_float=_finite_number
         )
     except json.JSONDecodeError as error:
-        _invalid(f"{error.msg}, at line {error.lineno}, column {error.colno}")
+        _raise_invalid(f"{error.msg}, at line {error.lineno}, column {error.colno}")
     except RecursionError:
-        _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
+        _raise_invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     except InvalidJsonError:
         raise
     except ValueError:  # an integer has more digits than Python's int() converts
-        _invalid("a number has too many digits")
+        _raise_invalid("a number has too many digits")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_nested_deeper(value, MAX_DEPTH):
-        _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
-    if _SURROGATE.search(body) and not _is_unicode(value):
-        _invalid("it contains an unpaired surrogate")
+        _raise_invalid(f"it is nested deeper than {MAX_DEPTH} levels")
+    if _SURROGATE.search(body) and not _is_utf8_encodable(value):
+        _raise_invalid("it contains an unpaired surrogate")
     return value
 
 
 def _check_values(body: bytes, max_values: int, max_items: int) -> None:
     """Check the limits before decoding.
 
-    The first count is fast. It includes punctuation inside strings. If it exceeds a limit, strings are
-    removed and the remaining punctuation is counted.
+    The first count is fast, but it includes punctuation inside strings. If the first count exceeds a limit,
+    the second count omits strings.
     """
-    num_values, num_items = _count(body)
+    num_values, num_items = _count_punctuation(body)
     if num_values <= max_values and num_items <= max_items:
         return
     quoted_parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-    num_values, num_items = _count(b"".join(quoted_parts[::2]))
+    num_values, num_items = _count_punctuation(b"".join(quoted_parts[::2]))
     if num_values > max_values:
         raise TooManyValuesError(
             f"the body has {num_values} objects, arrays and keys; the limit is {max_values}"
@@ -94,7 +95,8 @@ def _check_values(body: bytes, max_values: int, max_items: int) -> None:
         raise TooManyValuesError(f"the body has more than {num_items} values; the limit is {max_items}")
 
 
-def _count(body: bytes) -> tuple[int, int]:
+def _count_punctuation(body: bytes) -> tuple[int, int]:
+    """Return the number of ``{``, ``[`` and ``:``, and the number of commas."""
     return body.count(b"{") + body.count(b"[") + body.count(b":"), body.count(b",")
 
 
@@ -104,23 +106,23 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen_keys: set[str] = set()
         for name, _ in pairs:
             if name in seen_keys:
-                _invalid(f"the key {name[:100]!r} occurs twice in one object")
+                _raise_invalid(f"the key {name[:100]!r} occurs twice in one object")
             seen_keys.add(name)
     return members
 
 
 def _reject_constant(name: str) -> NoReturn:
-    _invalid(f"{name} is not a JSON number")
+    _raise_invalid(f"{name} is not a JSON number")
 
 
 def _finite_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        _invalid(f"the number {text[:40]} is too large")
+        _raise_invalid(f"the number {text[:40]} is too large")
     return value
 
 
-def _is_unicode(value: object) -> bool:
+def _is_utf8_encodable(value: object) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -128,9 +130,9 @@ def _is_unicode(value: object) -> bool:
     return True
 
 
-def _is_nested_deeper(value: object, limit: int) -> bool:
+def _is_nested_deeper(value: object, max_depth: int) -> bool:
     level: list[object] = [value]
-    for _ in range(limit + 1):
+    for _ in range(max_depth + 1):
         parents = [item for item in level if isinstance(item, dict | list)]
         if not parents:
             return False
@@ -140,7 +142,7 @@ def _is_nested_deeper(value: object, limit: int) -> bool:
     return True
 
 
-def _invalid(problem: str) -> NoReturn:
+def _raise_invalid(problem: str) -> NoReturn:
     raise InvalidJsonError(f"the body is not valid JSON: {problem}")
 
 
@@ -148,7 +150,7 @@ def _invalid(problem: str) -> NoReturn:
 
 
 def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
-    """Decode a body. Return the kind of the reply and its data."""
+    """Decode a body. Return the kind of the reply, and the marshalled value or the error message."""
     try:
         return DECODED, marshal.dumps(decode(body, max_values, max_items), 2)
     except InvalidJsonError as error:
@@ -158,14 +160,14 @@ def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the input ends, possibly within a request."""
-    while len(head := requests.read(REQUEST.size)) == REQUEST.size:
-        size, max_values, max_items = REQUEST.unpack(head)
-        body = requests.read(size)
-        if len(body) < size:
+    """Answer requests until the input ends. A request that is cut off has no reply."""
+    while len(header := requests.read(REQUEST_HEADER.size)) == REQUEST_HEADER.size:
+        num_bytes, max_values, max_items = REQUEST_HEADER.unpack(header)
+        body = requests.read(num_bytes)
+        if len(body) < num_bytes:
             return
-        kind, data = reply_to(body, max_values, max_items)
-        replies.write(REPLY.pack(kind, len(data)))
+        reply_kind, data = reply_to(body, max_values, max_items)
+        replies.write(REPLY_HEADER.pack(reply_kind, len(data)))
         replies.write(data)
         replies.flush()
         del body, data

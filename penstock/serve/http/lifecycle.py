@@ -1,8 +1,8 @@
 """The lifecycle of a server: start, serve, drain, stop.
 
 The worker process starts first. It imports torch and loads the model while this process imports the HTTP
-framework and reads the tokenizer. The server listens from the beginning and answers 503 with Retry-After
-until the model is loaded. Slow imports are inside the functions that need them.
+framework and reads the tokenizer. The socket listens from the beginning. When the routes exist, the server
+answers 503 with Retry-After until the model is loaded. Slow imports are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL = 0.001
+_GIL_SWITCH_INTERVAL = 0.001
 """Seconds after which a pool thread yields the GIL to the event loop. Python's default is 0.005."""
 SHUTDOWN_TIMEOUT = 2.0
-"""Seconds at shutdown in which aborted requests can send their final errors."""
+"""Seconds at shutdown that aborted requests have to send their final errors."""
 
 
 class Server:
-    """A server that runs once.
+    """Runs the HTTP server and its worker once, from the start to the shutdown.
 
     Args:
         config: the configuration of the server.
@@ -63,8 +63,8 @@ class Server:
         self._load_tokenizer = load_tokenizer
         self._startup = startup
         self._worker = worker
-        self._signals: list[int] = []
-        self._stop = asyncio.Event()
+        self._received_signals: list[int] = []
+        self._stop_event = asyncio.Event()
 
     def run(self) -> int:
         """Serve until a signal arrives.
@@ -78,7 +78,7 @@ class Server:
             PenstockError: the model cannot be found or loaded.
         """
         configure_logging(self._config)
-        sys.setswitchinterval(_SWITCH_INTERVAL)
+        sys.setswitchinterval(_GIL_SWITCH_INTERVAL)
         with listening_socket(self._config.host, self._config.port) as listener:
             with self._startup.phase("find the model"):  # may download the files, which the worker then uses
                 self._pipeline_config.model.checkpoint  # noqa: B018
@@ -88,10 +88,10 @@ class Server:
                 return runner.run(self._run(listener))
 
     async def _run(self, listener: socket.socket) -> int:
-        main, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert main is not None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number, main)
+        main_task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert main_task is not None
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._on_signal, signal_number, main_task)
         load_task = asyncio.create_task(self._worker.start())
         try:
             services, server = await asyncio.to_thread(self._make_server)
@@ -99,23 +99,23 @@ class Server:
                 await self._serve(services, load_task, listener)
                 return await self._drain(services)
         except asyncio.CancelledError:
-            if len(self._signals) < 2:
+            if len(self._received_signals) < 2:
                 raise
-            main.uncancel()
-            return 128 + self._signals[-1]
+            main_task.uncancel()
+            return 128 + self._received_signals[-1]
         finally:
             load_task.cancel()
             await asyncio.gather(load_task, return_exceptions=True)
             await self._worker.stop(0)
 
-    def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
-        self._signals.append(number)
-        self._stop.set()
-        if len(self._signals) > 1:
-            main.cancel()
+    def _on_signal(self, signal_number: int, main_task: asyncio.Task[int]) -> None:
+        self._received_signals.append(signal_number)
+        self._stop_event.set()
+        if len(self._received_signals) > 1:
+            main_task.cancel()
 
     def _make_server(self) -> tuple[Services, HttpServer]:
-        """Create everything except the worker. Runs in a thread while the worker loads the model."""
+        """Create the services and the HTTP server. Runs in a thread while the worker loads the model."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.app import create_app
             from penstock.serve.http.server import HttpServer
@@ -131,11 +131,11 @@ class Server:
         self, services: Services, load_task: asyncio.Task[None], listener: socket.socket
     ) -> None:
         """Open the gate when the model is loaded, and return at the first signal."""
-        stop_task = asyncio.create_task(self._stop.wait())
+        stop_task = asyncio.create_task(self._stop_event.wait())
         try:
             with self._startup.phase("wait for the worker"):
                 await asyncio.wait([load_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set():
+            if self._stop_event.is_set():
                 return
             load_task.result()
             await self._open(services, listener)
@@ -184,7 +184,7 @@ class Server:
         await Watchdog(self._worker, self._config.watchdog_timeout).run()
 
     async def _finish_warm_up(self, services: Services) -> None:
-        """Warm up grammars while requests are already accepted, because many servers never use grammars."""
+        """Warm up grammars. Runs after the gate has opened, because many servers never use grammars."""
         from penstock.serve.warmup import warm_up_grammars
 
         if self._worker.info.grammars_enabled:
@@ -194,7 +194,7 @@ class Server:
                 log_event(_log, logging.WARNING, "the warm-up of grammars failed", error=str(error))
 
     async def _drain(self, services: Services) -> int:
-        """Refuse new requests, let active requests finish, and stop. Return the exit status."""
+        """Refuse new requests, wait for active requests, abort the rest, and stop. Return the exit status."""
         from penstock.serve.service_factory import close_services
 
         gate, grace = services.gate, self._config.shutdown_grace
@@ -213,11 +213,11 @@ class Server:
 
 
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
-"""Errors of a socket that the choice of another port can avoid."""
+"""Error numbers of socket failures that another port may avoid."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Connections wait in its backlog until the server accepts them.
+    """Return a listening socket. Connections wait in the socket's backlog until the server accepts them.
 
     Raises:
         ConfigError: for ``port`` if the port is in use or reserved, else for ``host``.
@@ -228,13 +228,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # asyncio appends the address after " ("
+        reason = (error.strerror or str(error)).partition(" (")[0]  # create_server adds " (while ..."
         field = "port" if error.errno in _PORT_ERRORS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
 
 
 def _is_host_name(host: str) -> bool:
-    """Return whether the resolver accepts a name, which has no null byte and no empty or too long label."""
+    """Return whether a name has no null byte, no empty label and no label that is too long."""
     try:
         host.encode("idna")
     except UnicodeError:

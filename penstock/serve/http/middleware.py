@@ -1,4 +1,4 @@
-"""Middleware for every request. All of it is plain ASGI, so that no middleware buffers a stream."""
+"""Middleware for every request. The classes are plain ASGI, so that they do not buffer streams."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ PROBE_PATHS = (
     frozenset({"/health", "/ping", "/load", "/ready", "/version", "/metrics", "/playground/stats"})
     | playground.PATHS
 )
-"""Paths of probes and of the playground page: always public, not counted, and logged at level debug."""
+"""Paths of probes and of the playground page: always public, not in the metrics, logged at level debug."""
 
 PUBLIC_PATHS = PROBE_PATHS | {"/openapi.json"}
-"""Paths that need no API key and work while the model is being loaded. They expose no request data."""
+"""Paths that need no API key and work while the model is being loaded. Their responses have no request data.
+"""
 
 INTERNAL_SCOPE_KEY = "penstock.internal"
 """Key in the ASGI scope of requests without a connection, such as lines of a batch. No client can set it."""
 
 _MAX_DRAIN_BYTES = 64 * 1024
-_DRAIN_TIMEOUT = 1.0
+_DRAIN_SECONDS = 1.0
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _MAX_SESSION_LENGTH = 256
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class ObservabilityMiddleware:
-    """The outermost middleware: request id, record, metrics, span, log line, unhandled errors."""
+    """The outermost middleware. Records each request, and converts unhandled errors to error responses.
+
+    Reports the record to the metrics, the span and the access log; the record of a probe only to the log.
+    """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -83,7 +87,7 @@ class ObservabilityMiddleware:
 
 
 class _Exchange:
-    """One request and its response; updates the record from their messages."""
+    """One request and its response. Updates the request's record from the ASGI messages of both."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -151,13 +155,13 @@ class AdmissionMiddleware:
             return
         try:
             is_internal = INTERNAL_SCOPE_KEY in scope
-            key = None if is_internal else self._keys.check(scope["headers"])
+            key_index = None if is_internal else self._keys.check(scope["headers"])
             record: RequestRecord = scope["state"]["record"]
-            record.client_id = _client_id(key, scope)
-            record.session_header = _session_id(scope, self._session_header)
-            if self._gate.reason:
+            record.client_id = _client_id(key_index, scope)
+            record.header_session_id = _session_id(scope, self._session_header)
+            if self._gate.refusal_reason:
                 headers = {"connection": "close", "retry-after": "1"}
-                raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
+                raise RequestProblem(503, f"{self._gate.refusal_reason}: try again", headers=headers)
         except RequestProblem as error:
             record = scope["state"]["record"]
             problem = problem_of(error)
@@ -169,20 +173,20 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
 
 
-def _client_id(key: int | None, scope: Scope) -> str:
-    """Return the client id for fair scheduling: the index of the API key, or if it is None host and port."""
-    if key is not None:
-        return f"key {key}"
+def _client_id(key_index: int | None, scope: Scope) -> str:
+    """Return the client id for fair scheduling: the API key's index, or host and port if that is None."""
+    if key_index is not None:
+        return f"key {key_index}"
     host, port = scope.get("client") or ("", 0)
     return f"{host}:{port}"
 
 
-def _session_id(scope: Scope, header: bytes) -> str:
+def _session_id(scope: Scope, header_name: bytes) -> str:
     """Return the session id in a header, cut to `_MAX_SESSION_LENGTH` characters; "" without the header."""
     for name, value in scope["headers"]:
-        if name == header:
-            session: str = value.decode("latin-1")
-            return session[:_MAX_SESSION_LENGTH]
+        if name == header_name:
+            session_id: str = value.decode("latin-1")
+            return session_id[:_MAX_SESSION_LENGTH]
     return ""
 
 
@@ -193,15 +197,16 @@ async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: S
 
 
 async def _drain_body(receive: Receive) -> None:
-    """Read the body of a refused request, for at most 1 s and until it exceeds 64 KiB.
-    Closing a connection with unread bytes resets it, and the client may lose the response.
+    """Read the body of a refused request, for at most 1 s and until the body exceeds 64 KiB.
+
+    Closing a connection with unread bytes resets the connection, and the client may lose the response.
     """
-    size, has_more = 0, True
+    num_bytes, has_more = 0, True
     with suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_TIMEOUT):
-            while has_more and size <= _MAX_DRAIN_BYTES:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while has_more and num_bytes <= _MAX_DRAIN_BYTES:
                 message = await receive()
-                size += len(message.get("body", b""))
+                num_bytes += len(message.get("body", b""))
                 has_more = message.get("more_body", False)
 
 
@@ -210,12 +215,12 @@ def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             request_id: str = value.decode("latin-1")
-            if _REQUEST_ID.fullmatch(request_id):
+            if _REQUEST_ID_PATTERN.fullmatch(request_id):
                 return request_id
     return uuid4().hex
 
 
 def _route_of(scope: Scope) -> str:
-    """Return the template of the matched route, which bounds the number of metric labels."""
+    """Return the path template of the matched route, or "unmatched". Limits the number of metric labels."""
     route = scope.get("route")
     return "unmatched" if route is None else str(route.path)

@@ -1,8 +1,8 @@
 """Protection of a server against pages of other sites in a browser, mainly for servers without an API key.
 
-A page of any site can send requests to a server on the same machine (a simple ``POST``). With DNS rebinding,
-a page can also make the browser treat the server as part of its own site. A page of another site sends a
-foreign ``Origin``. A page that uses DNS rebinding sends a foreign ``Host``.
+A page of any site can send requests to a server on the browser's machine (a simple ``POST``). The browser
+gives these requests a foreign ``Origin``. With DNS rebinding, a page can also make the browser treat the
+server as part of the page's site. The browser gives these requests a foreign ``Host``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.serve.observability.request_record import RequestRecord
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-"""Methods without side effects. A page of another site cannot read their responses."""
+"""Methods without side effects. Without CORS headers, a page of another site cannot read their responses."""
 
 
 class OriginMiddleware:
@@ -37,10 +37,10 @@ class OriginMiddleware:
         self._app = app
         self._origins = frozenset(config.cors_origins)
         self._has_key = bool(config.api_key)
-        self._hosts: Sequence[str] | None = config.allowed_hosts or None
+        self._allowed_hosts: Sequence[str] | None = config.allowed_hosts or None  # None: all hosts
         self._own_host = config.host.lower()
-        if self._hosts is None and is_loopback(config.host) and not self._has_key:
-            self._hosts = ()
+        if self._allowed_hosts is None and is_loopback(config.host) and not self._has_key:
+            self._allowed_hosts = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to the application, or refuse it."""
@@ -59,8 +59,8 @@ class OriginMiddleware:
         """Check the headers of a request.
 
         Raises:
-            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin;
-                421 an unknown host.
+            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin
+                without an API key; 421 a host that is not allowed.
         """
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
@@ -72,7 +72,7 @@ class OriginMiddleware:
                 headers={"connection": "close"},
             )
         host = hosts[0] if hosts else None  # browsers always send a Host header
-        if host is not None and not self._is_known(host):
+        if host is not None and not self._is_allowed(host):
             raise RequestProblem(
                 421,
                 f"the host {host[:100]!r} is not allowed: start the server with "
@@ -87,8 +87,8 @@ class OriginMiddleware:
                 code="foreign_origin",
             )
 
-    def _is_known(self, host: str) -> bool:
-        if self._hosts is None:
+    def _is_allowed(self, host: str) -> bool:
+        if self._allowed_hosts is None:
             return True
         name = host_name(host)
         if name is None:
@@ -99,7 +99,7 @@ class OriginMiddleware:
             pattern == "*"
             or name == pattern.lower()
             or (pattern.startswith("*.") and name.endswith(pattern[1:].lower()))
-            for pattern in self._hosts
+            for pattern in self._allowed_hosts
         )
 
     def _is_foreign(self, headers: Headers, host: str | None) -> bool:
@@ -107,9 +107,9 @@ class OriginMiddleware:
         origin = headers.get("origin")
         if "*" in self._origins or origin in self._origins:
             return False
-        site = headers.get("sec-fetch-site")
-        if site is not None:  # pages cannot set or change this header
-            return site not in ("same-origin", "none")
+        fetch_site = headers.get("sec-fetch-site")
+        if fetch_site is not None:  # pages cannot set or change this header
+            return fetch_site not in ("same-origin", "none")
         if origin is None:
             return False
         try:
@@ -133,12 +133,12 @@ def host_name(host: str) -> str | None:
     ('localhost', '::1', None)
     """
     try:
-        parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises a ValueError if it is not a number
+        url = urlsplit(f"//{host}")
+        _ = url.port  # raises a ValueError if the port is invalid
     except ValueError:
         return None
-    name = parts.hostname
-    if not name or parts.netloc != host or "@" in host or any(letter in host for letter in "/?#\\ \t,"):
+    name = url.hostname
+    if not name or url.netloc != host or "@" in host or any(letter in host for letter in "/?#\\ \t,"):
         return None
     return name.removesuffix(".")
 

@@ -1,8 +1,7 @@
 """Error responses. One table maps exception classes to status, type and code.
 
-Error responses have OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, for errors of the
-HTTP layer, of body validation, of the tokenizer and of the scheduler, and for unexpected exceptions. Only the
-routes of Anthropic's and Ollama's APIs use the error format of their API instead.
+Error responses have OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, whatever component
+raised the exception. Only the routes of Anthropic's and Ollama's APIs use the error format of their API.
 """
 
 from __future__ import annotations
@@ -59,7 +58,10 @@ ERROR_TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
     RequestFailedError: (500, "server_error", "internal_error"),
     PenstockError: (500, "server_error", "internal_error"),
 }
-"""Exception class -> status, OpenAI's ``type`` and ``code``. Subclasses without an entry inherit one."""
+"""Exception class -> status, OpenAI's ``type`` and ``code``.
+
+A subclass without an entry has the entry of its nearest base class.
+"""
 
 _HTTP_ERRORS: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
@@ -73,7 +75,7 @@ _HTTP_ERRORS: Mapping[int, tuple[str, str | None]] = {
     429: ("rate_limit_error", "rate_limit_exceeded"),
     503: ("service_unavailable_error", "service_unavailable"),
 }
-"""Status -> OpenAI's ``type`` and ``code``, for errors that the HTTP layer raises."""
+"""Status -> OpenAI's ``type`` and ``code``, for `RequestProblem` and Starlette's ``HTTPException``."""
 
 
 class RequestProblem(HTTPException):
@@ -83,8 +85,8 @@ class RequestProblem(HTTPException):
         status: the status code.
         message: the cause of the error and the remedy, for the client.
         param: the invalid field, for example ``messages[0].content``.
-        code: OpenAI's code; by default the code of the status.
-        type: OpenAI's type; by default the type of the status.
+        code: OpenAI's ``code``. Default: the code for the status in `_HTTP_ERRORS`.
+        type: OpenAI's ``type``. Default: the type for the status in `_HTTP_ERRORS`.
         headers: additional headers of the response.
     """
 
@@ -118,38 +120,43 @@ class Problem:
 
     @property
     def body(self) -> dict[str, object]:
-        """OpenAI's error object, also the data of a stream's error event."""
+        """The response body in OpenAI's format, also the data of a stream's error event."""
         members = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": members}
 
     def encode(self) -> bytes:
-        """Return `body` as JSON."""
+        """Return `body` as JSON. Unpaired surrogates are escaped."""
         return msgspec.json.encode(self.without_surrogates().body)
 
     def without_surrogates(self) -> Problem:
-        """Return the problem without unpaired surrogates, which UTF-8 cannot encode."""
+        """Return the problem with escapes for unpaired surrogates, which UTF-8 cannot encode."""
         escaped_message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
         return replace(self, message=escaped_message, param=param)
 
     def response(self, path: str = "", request_id: str = "") -> Response:
-        """Return the HTTP response of a request to `path`, in the error format of its API."""
-        encode_error = next((f for prefix, f in _ERROR_FORMATS.items() if path.startswith(prefix)), None)
-        if encode_error is None:
+        """Return the HTTP response to a request for `path`, in the error format of the path's API.
+
+        Args:
+            path: the path of the request.
+            request_id: the request's id. Responses in OpenAI's format do not contain the id.
+        """
+        format_error = next((f for prefix, f in _ERROR_FORMATS.items() if path.startswith(prefix)), None)
+        if format_error is None:
             data = self.encode()
         else:
-            data = msgspec.json.encode(encode_error(self) | {"request_id": request_id})
+            data = msgspec.json.encode(format_error(self) | {"request_id": request_id})
         return Response(data, self.status, dict(self.headers), media_type="application/json")
 
 
 def anthropic_error(problem: Problem) -> dict[str, object]:
     """Return an error in Anthropic's format, also the data of a stream's error event."""
-    kind = _ANTHROPIC_TYPES.get(problem.status, INVALID_REQUEST if problem.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.without_surrogates().message}}
+    type_ = _ANTHROPIC_TYPES.get(problem.status, INVALID_REQUEST if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": type_, "message": problem.without_surrogates().message}}
 
 
 def ollama_error(problem: Problem) -> dict[str, object]:
-    """Return an error in Ollama's format, also the last line of a stream."""
+    """Return an error in Ollama's format, also the last line of a stream that fails."""
     return {"error": problem.without_surrogates().message}
 
 
@@ -166,7 +173,7 @@ _ERROR_FORMATS: Mapping[str, Callable[[Problem], dict[str, object]]] = {
     "/v1/messages": anthropic_error,
     "/api/": ollama_error,
 }
-"""Path prefix -> function that encodes an error for that API. All other routes use OpenAI's format."""
+"""Path prefix -> function that returns an error in the API's format. Other paths have OpenAI's format."""
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -179,7 +186,7 @@ def problem_of(error: BaseException) -> Problem:
             error.type or type_,
             error.code or code,
             error.param,
-            _with_retry(error.status_code, error.headers or {}),
+            _with_retry_after(error.status_code, error.headers or {}),
         )
     if isinstance(error, HTTPException):
         return _framework_problem(error.status_code, str(error.detail), error.headers or {})
@@ -211,12 +218,12 @@ def validation_problem(errors: Sequence[ErrorDetails]) -> Problem:
     if first_error["type"] == "extra_forbidden":
         return Problem(400, f"unknown field: {path}", INVALID_REQUEST, "unknown_field", path)
     code = {"missing": "missing_field"}.get(first_error["type"], "invalid_value")
-    where = f"{path}: " if path else "the body: "
-    return Problem(400, f"{where}{message}", INVALID_REQUEST, code, path or None)
+    prefix = f"{path}: " if path else "the body: "
+    return Problem(400, f"{prefix}{message}", INVALID_REQUEST, code, path or None)
 
 
 def field_path(location: Sequence[str | int]) -> str:
-    """Convert a pydantic location to OpenAI's notation.
+    """Convert pydantic's location of an error to OpenAI's notation.
 
     >>> field_path(("body", "messages", 0, "content"))
     'messages[0].content'
@@ -232,7 +239,7 @@ def _framework_problem(status: int, detail: str, headers: Mapping[str, str]) -> 
     message = {404: "this route does not exist", 405: "this route does not support the method"}.get(
         status, detail
     )
-    return Problem(status, message, type_, code, None, _with_retry(status, headers))
+    return Problem(status, message, type_, code, None, _with_retry_after(status, headers))
 
 
 def _penstock_problem(error: PenstockError) -> Problem:
@@ -246,5 +253,6 @@ def _penstock_problem(error: PenstockError) -> Problem:
     return Problem(status, str(error), type_, code, param, headers)
 
 
-def _with_retry(status: int, headers: Mapping[str, str]) -> dict[str, str]:
+def _with_retry_after(status: int, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers, with ``retry-after: 1`` for 429 and 503 if the headers do not contain it."""
     return {**({"retry-after": "1"} if status in (429, 503) else {}), **headers}

@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        config: has the keep-alive time, and the time within which the headers of a request must arrive.
+        config: the configuration. ``body_timeout`` is also the limit for the headers of a request.
     """
 
     def __init__(self, app: FastAPI, config: ServeConfig) -> None:
@@ -54,7 +54,8 @@ class HttpServer(uvicorn.Server):
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
         """Serve while the ``with`` block runs, then close the connections.
 
-        Waits up to `DRAIN_TIMEOUT` for active requests, or not at all if the block raises.
+        After the block, waits up to `DRAIN_TIMEOUT` seconds for active requests. Does not wait if the block
+        raises.
         """
         serve_task = asyncio.create_task(self.serve(sockets=[listener]))
         try:

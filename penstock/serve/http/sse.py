@@ -14,21 +14,22 @@ from penstock.serve.http.problems import Problem, problem_of
 PING = b": ping\n\n"
 """A comment that keeps proxies and clients from closing an idle connection."""
 DONE = b"data: [DONE]\n\n"
-"""The last event of a complete response, as OpenAI sends it."""
+"""The last event of a complete stream of OpenAI's completions and chat completions."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+_LINE_END_ESCAPES = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+"""(Line end in UTF-8, its JSON escape)."""
 
 
 def escape_line_ends(data: bytes) -> bytes:
     """Return JSON with escapes for the non-ASCII characters at which ``str.splitlines`` splits.
 
-    JSON allows them in texts. Clients that split a stream with ``splitlines``, such as Ollama's, would get
-    incomplete lines.
+    JSON strings may contain these characters. Clients that split a stream with ``splitlines``, such as
+    Ollama's, would get incomplete lines.
     """
-    for end, escape in _LINE_ENDS:
+    for end, escape in _LINE_END_ESCAPES:
         data = data.replace(end, escape)
     return data
 
@@ -49,7 +50,7 @@ class OpenAIStream:
     media_type = "text/event-stream"
 
     def ping(self) -> bytes:
-        """Return a comment that is sent while the stream has no events, so that the connection stays open."""
+        """Return a comment that keeps the connection open while the stream has no events."""
         return PING
 
     def error(self, problem: Problem) -> bytes:
@@ -58,7 +59,7 @@ class OpenAIStream:
 
 
 class EventTemplate:
-    """An event in which only one value varies. The constant part is encoded once.
+    """An event in which only one value varies. The rest of the event is encoded once.
 
     >>> template = EventTemplate({"id": "x", "text": EventTemplate.PLACEHOLDER})
     >>> template.with_value("He said \\"1\\"\\n")
@@ -66,26 +67,25 @@ class EventTemplate:
     """
 
     PLACEHOLDER = "\x00here\x00"
-    """Marks the place of the value. No other part of the object may contain this text."""
+    """Stands for the value. The object must contain this text exactly once."""
 
     def __init__(self, data: object) -> None:
         self._prefix, self._suffix = event(data).split(_encode(self.PLACEHOLDER))
 
     def with_value(self, value: object) -> bytes:
-        """Return the event with a value."""
+        """Return the event with `value` in the place of `PLACEHOLDER`."""
         return b"%b%b%b" % (self._prefix, _encode(value), self._suffix)
 
 
 class EventStream(Response):
-    """Send the events of a generator as soon as each is available.
+    """A response that sends each chunk of a generator as soon as the chunk is available.
 
-    An error in the generator becomes an event, by default ``data: {"error": {...}}`` in OpenAI's format.
-    After an error event, the stream ends without ``[DONE]``, which only a complete response has. When the
-    client disconnects, the generator is closed immediately and releases its resources. An `OSError` of the
-    server's ``send`` counts as a disconnect.
+    An error in the generator becomes the last event, by default ``data: {"error": {...}}`` in OpenAI's
+    format. When the client disconnects, the generator is closed immediately and releases its resources. An
+    `OSError` of the ASGI server's ``send`` counts as a disconnect.
 
     Args:
-        chunks: events, parts of events that end at a character boundary, or binary data.
+        chunks: yields events, parts of events that end at a character boundary, or binary data.
         on_error: called with the error that ended the stream.
         on_disconnect: called when the client has disconnected.
         error_event: encodes the error that ended the stream.
@@ -143,7 +143,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
-            self._on_disconnect()  # some servers report a disconnected client by an OSError
+            self._on_disconnect()  # some ASGI servers report a disconnected client by an OSError
 
     async def _bodies(self) -> AsyncIterator[bytes]:
         """Yield the parts of the response body. The last part is the error event if the generator fails."""

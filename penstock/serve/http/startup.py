@@ -21,12 +21,12 @@ class StartupPhase:
     """A phase of the start, in the server or in the worker. The two processes start in parallel."""
 
     name: str
-    process: str
+    process: str  # "server" or "worker"
     seconds: float
 
 
 class Startup:
-    """Measures the start of the server, from the start of its process, or from this object if unknown."""
+    """Measures the total time and the phases of the server's start."""
 
     def __init__(self) -> None:
         self._started_at = time.perf_counter() - process_age()
@@ -34,15 +34,15 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the process started; since this object was created if that time is unknown."""
+        """Seconds since the process started, or since this object exists if the process age is unknown."""
         return time.perf_counter() - self._started_at
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase in this process. A phase that raises is not added."""
-        start = time.perf_counter()
+        started_at = time.perf_counter()
         yield
-        self.phases.append(StartupPhase(name, "server", time.perf_counter() - start))
+        self.phases.append(StartupPhase(name, "server", time.perf_counter() - started_at))
 
     def add_worker(self, phases: Iterable[tuple[str, float]]) -> None:
         """Add the phases that the worker reports."""
@@ -60,7 +60,10 @@ def process_age() -> float:
 
 
 def report_ready(startup: Startup, url: str, model: str, log_format: str) -> None:
-    """Report that the server is ready: print or log (as JSON) the phases, the model and the address."""
+    """Report that the server is ready, with the phases, the model's name and the URL.
+
+    With the log format ``json``, log the report. Otherwise print it to standard error.
+    """
     total = startup.seconds
     if log_format == "json":
         phases = {f"{phase.process}: {phase.name}": round(phase.seconds, 3) for phase in startup.phases}

@@ -20,7 +20,7 @@ class TimeLimits:
     def __init__(self, config: ServeConfig, record: RequestRecord) -> None:
         self._request_timeout = config.request_timeout
         self._stream_timeout = config.stream_timeout
-        self._received_at = record.received
+        self._received_at = record.received_at
 
     async def within(self, result: Awaitable[T]) -> T:
         """Await a result within the limit of the whole request.
@@ -31,17 +31,18 @@ class TimeLimits:
         return await self._await(result, None)
 
     async def with_pings(
-        self, deltas: AsyncIterator[T], *, ping: float, progress: Callable[[], int] = int
+        self, items: AsyncIterator[T], *, ping: float, progress: Callable[[], int] = int
     ) -> AsyncGenerator[T | None, None]:
         """Yield the items, and None whenever no item has arrived for ``ping`` seconds.
 
-        The stream time limit does not apply before the first item, because the prefill of a long prompt can
-        take longer.
+        The limit for the next item (``stream_timeout``) does not apply before the first item, because the
+        prefill of a long prompt can take longer.
 
         Args:
-            deltas: the items. Cancelling its ``__anext__`` must not lose an item.
+            items: yields the items. Cancelling its ``__anext__`` must not lose an item.
             ping: seconds without an item after which None is yielded.
-            progress: returns the amount of data received for the next item. A change restarts the time limit.
+            progress: returns a number that changes when data for the next item arrives. A change restarts
+                the limit for the next item.
 
         Raises:
             RequestProblem: 503, the request or the next item takes too long.
@@ -52,7 +53,7 @@ class TimeLimits:
             while True:
                 seconds = ping if limit is None else min(ping, limit - silent_seconds)
                 try:
-                    item = await self._await(anext(deltas), seconds)
+                    item = await self._await(anext(items), seconds)
                     break
                 except StopAsyncIteration:
                     return

@@ -1,1 +1,1 @@
-"""Client of tool servers (Model Context Protocol). The server calls their tools for the model."""
+"""Client of tool servers (Model Context Protocol). Penstock calls the servers' tools for the model."""

@@ -1,4 +1,4 @@
-"""The configured MCP servers, which offer tools, and the lists of their tools."""
+"""The MCP servers of ``--mcp-server``, and the cached lists of their tools."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.serve.observability.logs import log_event
 
 _log = logging.getLogger(__name__)
 
-LIST_SECONDS = 300.0
+LIST_CACHE_SECONDS = 300.0
 """Seconds for which a list of tools is cached."""
-FAILURE_SECONDS = 10.0
+FAILURE_CACHE_SECONDS = 10.0
 """Seconds for which the failure to list tools is cached."""
 
 
@@ -35,7 +35,7 @@ class ToolServers:
     Args:
         servers: ``NAME=URL`` of each server.
         tokens: ``NAME=TOKEN`` of servers that need a bearer token.
-        timeout: maximum seconds for calling a tool and for listing tools.
+        timeout: maximum seconds of each call of a tool, and of listing the tools of a server.
 
     Raises:
         MissingDependencyError: there are servers, but the package ``mcp`` is not installed.
@@ -43,12 +43,13 @@ class ToolServers:
 
     def __init__(self, servers: Sequence[str], tokens: Sequence[str], timeout: float) -> None:
         check_package(servers)
-        secrets = dict(_name_and_value(token) for token in tokens)
+        token_by_server = dict(_name_and_value(token) for token in tokens)
         self._servers: Mapping[str, ToolServer] = {
-            name: ToolServer(name, url, secrets.get(name)) for name, url in map(_name_and_value, servers)
+            name: ToolServer(name, url, token_by_server.get(name))
+            for name, url in map(_name_and_value, servers)
         }
         self._timeout = timeout
-        self._lists: dict[str, tuple[float, ServerTools]] = {}
+        self._lists: dict[str, tuple[float, ServerTools]] = {}  # server name -> (expiry time, tools)
         self._locks: dict[str, asyncio.Lock] = {}
 
     def __iter__(self) -> Iterator[ToolServer]:
@@ -64,24 +65,24 @@ class ToolServers:
         return self._servers.get(name)
 
     def by_url(self, url: str) -> ToolServer | None:
-        """Return the first server with a URL, or None. Slashes at the end are not compared."""
+        """Return the first server with a URL, or None. Ignores slashes at the end of URLs."""
         return next((server for server in self if server.url.rstrip("/") == url.rstrip("/")), None)
 
     def session(self, server: ToolServer) -> ToolSession:
-        """Return a new session with a server."""
+        """Return a new session with a server. The caller closes the session."""
         return ToolSession(server, self._timeout)
 
     async def tools_of(self, server: ToolServer) -> ServerTools:
-        """Return the tools of a server, or the error of listing them. The result is cached."""
+        """Return the tools of a server, or the error if they cannot be listed. The result is cached."""
         async with self._locks.setdefault(server.name, asyncio.Lock()):
             expires_at, tools = self._lists.get(server.name, (0.0, ServerTools()))
             if time.monotonic() < expires_at:
                 return tools
             try:
                 async with self.session(server) as session:
-                    tools, seconds = ServerTools(await session.list_tools()), LIST_SECONDS
+                    tools, cache_seconds = ServerTools(await session.list_tools()), LIST_CACHE_SECONDS
             except ToolServerError as error:
-                tools, seconds = ServerTools(error=str(error)), FAILURE_SECONDS
+                tools, cache_seconds = ServerTools(error=str(error)), FAILURE_CACHE_SECONDS
                 log_event(
                     _log,
                     logging.WARNING,
@@ -89,7 +90,7 @@ class ToolServers:
                     server=server.name,
                     error=str(error),
                 )
-            self._lists[server.name] = time.monotonic() + seconds, tools
+            self._lists[server.name] = time.monotonic() + cache_seconds, tools
             return tools
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ def check_package(servers: Sequence[str]) -> None:
     """Check that the package ``mcp`` is installed if there are tool servers.
 
     Raises:
-        MissingDependencyError: it is not installed. The message names the extra that installs it.
+        MissingDependencyError: the package is not installed. The message names the extra that installs it.
     """
     if servers and find_spec("mcp") is None:
         raise MissingDependencyError("mcp", "mcp", "--mcp-server")

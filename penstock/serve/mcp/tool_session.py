@@ -18,15 +18,16 @@ MAX_OUTPUT_CHARACTERS = 2**18
 MAX_TOOLS = 1000
 """Maximum number of tools of one server. Further tools are ignored."""
 _CLOSE_SECONDS = 2.0
-"""Seconds to close a session, after which its task is cancelled."""
+"""Seconds to wait for the end of a session's task before the task is cancelled."""
 
 UNREACHABLE = 502
 TIMED_OUT = 504
+"""Error codes of calls without an answer, with the meanings of the HTTP status codes."""
 
 
 @dataclass(frozen=True)
 class ToolServer:
-    """The address of a tool server."""
+    """The name, the address and the token of a tool server."""
 
     name: str
     url: str
@@ -51,15 +52,15 @@ class ServerTool:
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """The result of a call: its text, or an error in the format of the Responses API."""
+    """The result of a call: the tool's text output, or an error in the format of the Responses API."""
 
     output: str | None = None
     error: Mapping[str, object] | None = None
 
     @classmethod
-    def failed(cls, code: int, message: str, kind: str = "http_error") -> ToolOutput:
+    def failed(cls, code: int, message: str, error_type: str = "http_error") -> ToolOutput:
         """Return the result of a call that failed with a code and a message."""
-        return cls(error={"type": kind, "code": code, "message": message})
+        return cls(error={"type": error_type, "code": code, "message": message})
 
     @property
     def text(self) -> str:
@@ -74,14 +75,14 @@ class ToolOutput:
 
 
 class ToolServerError(Exception):
-    """A tool server cannot be reached, takes too long, or answers with an error."""
+    """A tool server cannot be reached, takes too long, or returns an error."""
 
 
 class ToolSession:
-    """A session with a tool server; an async context manager. The first call opens the connection.
+    """A session with a tool server; an async context manager. `list_tools` and `call` connect if needed.
 
-    The client of the package ``mcp`` must be opened and closed in the same task. The session has a task for
-    this, so that its methods can be called from any task.
+    The client of the package ``mcp`` must be opened and closed in the same task. A task of the session opens
+    and closes the client, so that any task can call the session's methods.
 
     Args:
         server: the server.
@@ -104,10 +105,10 @@ class ToolSession:
         await self.close()
 
     async def list_tools(self) -> list[ServerTool]:
-        """Return the tools of the server.
+        """Return the tools of the server, at most `MAX_TOOLS`.
 
         Raises:
-            ToolServerError: the server cannot list them.
+            ToolServerError: the server cannot be reached, takes too long, or returns an error.
         """
         tools: list[ServerTool] = []
         cursor = None
@@ -169,10 +170,10 @@ class ToolSession:
                     import httpx2
 
                     headers = {"authorization": f"Bearer {self._server.token}"}
-                    http = await stack.enter_async_context(
+                    http_client = await stack.enter_async_context(
                         httpx2.AsyncClient(headers=headers, timeout=self._timeout)
                     )
-                    transport = streamable_http_client(self._server.url, http_client=http)
+                    transport = streamable_http_client(self._server.url, http_client=http_client)
                 client = await stack.enter_async_context(Client(transport))
                 connection.set_result(client)
                 await self._close_event.wait()
@@ -227,7 +228,7 @@ def _tool_output(result: Any) -> ToolOutput:
 
 
 def _texts(blocks: Sequence[Any]) -> Iterator[str]:
-    """Yield the text of each content block of a result. For other content, yield a note with its type."""
+    """Yield the text of each content block of a result; for a block that is not text, a URI or a note."""
     for block in blocks:
         match block.type:
             case "text":
@@ -238,8 +239,8 @@ def _texts(blocks: Sequence[Any]) -> Iterator[str]:
                 yield f"[resource {block.resource.uri}, not text]"
             case "resource_link":
                 yield str(block.uri)
-            case kind:
-                yield f"[{kind} {getattr(block, 'mime_type', '')}, not text]"
+            case block_type:
+                yield f"[{block_type} {getattr(block, 'mime_type', '')}, not text]"
 
 
 def _shortened(text: str) -> str:

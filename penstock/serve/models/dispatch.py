@@ -40,21 +40,22 @@ class ModelDispatcher:
 
     Args:
         registry: the models, with their applications.
-        task_of: returns the task of a path; None for paths of all tasks.
-        max_body_size: reading for the model name stops after more bytes than this. The routes refuse longer
+        task_for_path: returns the task of a path; None for paths of all tasks.
+        max_body_size: maximum bytes of a body in which to look for the model name. The routes refuse longer
             bodies.
-        body_timeout: maximum seconds to read for the model name. The routes refuse slower bodies.
+        body_timeout: maximum seconds to wait for a body that may name the model. The routes refuse slower
+            bodies.
     """
 
     def __init__(
         self,
         registry: ModelRegistry,
-        task_of: Callable[[str], PipelineTask | None],
+        task_for_path: Callable[[str], PipelineTask | None],
         max_body_size: int,
         body_timeout: float,
     ) -> None:
         self._registry = registry
-        self._task_of = task_of
+        self._task_for_path = task_for_path
         self._max_body_size = max_body_size
         self._body_timeout = body_timeout
 
@@ -63,10 +64,10 @@ class ModelDispatcher:
         if scope["type"] != "http" or path in PUBLIC_PATHS or path.startswith(_SHARED_PREFIXES):
             await self._run(self._registry.default, scope, receive, send)
             return
-        body = _Body(receive)
+        body = _BufferedBody(receive)
         try:
             await body.read(self._max_body_size, self._body_timeout)
-            model = self._registry.find(_requested_name(scope, body), self._task_of(path))
+            model = self._registry.find(_requested_name(scope, body), self._task_for_path(path))
             is_read_only = scope["method"] == "GET" and not path.startswith("/v1/audio/")
             if path in _PATHS_WITHOUT_MODEL or is_read_only:
                 await self._run(model, scope, body.receive, send)
@@ -85,22 +86,22 @@ class ModelDispatcher:
         await model.app(scope, receive, send)
 
 
-class _Body:
+class _BufferedBody:
     """Reads a body in advance and replays its ASGI messages to the application."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._messages: list[Message] = []
 
-    async def read(self, max_size: int, seconds: float) -> None:
-        """Read until the client disconnects, or until the body ends or is too long or too slow."""
-        size, has_more = 0, True
+    async def read(self, max_bytes: int, seconds: float) -> None:
+        """Read until the body ends or is too long, until `seconds` have passed, or until a disconnect."""
+        num_bytes, has_more = 0, True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while has_more and size <= max_size:
+                while has_more and num_bytes <= max_bytes:
                     message = await self._receive()
                     self._messages.append(message)
-                    size += len(message.get("body", b""))
+                    num_bytes += len(message.get("body", b""))
                     has_more = message["type"] == "http.request" and message.get("more_body", False)
 
     @property
@@ -113,8 +114,8 @@ class _Body:
         return self._messages.pop(0) if self._messages else await self._receive()
 
 
-def _requested_name(scope: Scope, body: _Body) -> str | None:
-    """Return the model name in a request; None without a non-empty name or with a malformed body."""
+def _requested_name(scope: Scope, body: _BufferedBody) -> str | None:
+    """Return the model name in a request; None if the name is missing or empty, or the body is malformed."""
     query_string: bytes = scope.get("query_string", b"")
     query = parse_qs(query_string.decode("latin-1"))
     if "model" in query:

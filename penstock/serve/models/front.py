@@ -11,24 +11,24 @@ from penstock.serve.models.model_routes import model_router
 from penstock.serve.models.registry import ModelRegistry
 
 
-def make_front(registry: ModelRegistry) -> ASGIApp:
-    """Create the application of each model. Return the outer application that dispatches requests to them.
+def make_outer_app(registry: ModelRegistry) -> ASGIApp:
+    """Create one application per model, and return the outer application that dispatches each request.
 
-    The outer application has the middleware, and it runs the requests of batches. The default model's
+    The outer application has the middleware, and also receives the requests of batches. The default model's
     application has the routes that concern all models.
     """
     services = registry.default.services
     assert services is not None
     config = services.config
-    routes = model_router(registry)
+    all_models_router = model_router(registry)
     for model in registry:
         assert model.services is not None
         model.app = create_app(
-            model.services, *([routes] if model is registry.default else []), is_inner=True
+            model.services, *([all_models_router] if model is registry.default else []), is_inner=True
         )
-    front: ASGIApp = ModelDispatcher(registry, task_for_path, config.max_body_size, config.body_timeout)
+    outer_app: ASGIApp = ModelDispatcher(registry, task_for_path, config.max_body_size, config.body_timeout)
     for layer in reversed(make_middleware(services)):
-        front = layer.cls(front, *layer.args, **layer.kwargs)
+        outer_app = layer.cls(outer_app, *layer.args, **layer.kwargs)
     if config.state_dir is not None:
-        batch_routes.open_manager(services, front)
-    return front
+        batch_routes.open_manager(services, outer_app)
+    return outer_app

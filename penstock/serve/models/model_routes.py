@@ -17,18 +17,18 @@ from penstock.serve.services import Services
 
 
 def model_router(registry: ModelRegistry) -> APIRouter:
-    """Return the routes. They replace the routes with the same paths of the default model's application."""
+    """Return the router. In the default model's application, its routes precede those with the same paths."""
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses=responses(401, 421, 503))
     async def list_models() -> ModelList:
         """List the served models and their adapters, including models that are not loaded."""
-        return ModelList(data=list(_all_models(registry).values()))
+        return ModelList(data=list(_models_by_name(registry).values()))
 
     @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
     async def retrieve_model(model: str) -> Model:
         """Return one model or adapter."""
-        models = _all_models(registry)
+        models = _models_by_name(registry)
         if model not in models:
             raise UnknownModelError(model[:200], models)
         return models[model]
@@ -47,7 +47,7 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     @router.get("/ping", include_in_schema=False)
     @router.post("/ping", include_in_schema=False)
     async def health() -> Status:
-        """Liveness: 200 while the workers of all loaded models respond, else 503."""
+        """Liveness: 200 if a model has been loaded and all loaded models' workers respond, else 503."""
         for model in registry:
             if model.is_loaded and not model.engine.is_alive:
                 raise RequestProblem(503, f"the worker of {model.name} is {model.engine.state}")
@@ -59,14 +59,15 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     async def ready(request: Request) -> Status:
         """Readiness: 200 if the server admits requests now, else 503."""
         gate = Services.of(request).gate
-        if gate.reason:
-            raise RequestProblem(503, gate.reason)
+        if gate.refusal_reason:
+            raise RequestProblem(503, gate.refusal_reason)
         return Status(status="ready")
 
     return router
 
 
-def _all_models(registry: ModelRegistry) -> dict[str, Model]:
+def _models_by_name(registry: ModelRegistry) -> dict[str, Model]:
+    """Return name -> description of all models, and of the adapters of models that have been loaded."""
     models_by_name: dict[str, Model] = {}
     for model in registry:
         assert model.services is not None

@@ -1,10 +1,10 @@
-"""The models of a server, loaded on request. The loaded models fit into the memory budget together.
+"""The models of a server, loaded when a request needs them. All loaded models fit into the memory budget.
 
     unloaded --- a request needs it ---> loaded --- another model needs its memory ---> unloaded
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
-requests for the model wait until it is loaded again. If two models do not fit into the budget together, they
-are loaded alternately while requests for both arrive.
+requests for the model wait until the model is loaded again. While requests for two models arrive that do not
+fit into the budget together, the server loads the models alternately.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ class ServedModel:
     memory: int
     """Bytes of host memory that the model may use."""
 
-    num_users: int = 0
+    num_active: int = 0
     """The number of requests that use the model now."""
     last_used: float = 0.0
+    """The time of the last load or the end of the last request, from ``time.monotonic``."""
     is_loaded: bool = False
     was_loaded: bool = False
     """Whether the model has been loaded at least once."""
     is_unloading: bool = False
-    """Whether the model is being unloaded, which first waits until its running requests have ended."""
+    """Whether the model is being unloaded, including the wait for the end of its running requests."""
     idle_event: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no request uses the model, from the first load on."""
     services: Services | None = None
     """The services of the model's routes; set when the server is created."""
     app: ASGIApp | None = None
@@ -68,7 +70,8 @@ class ServedModel:
 class ModelRegistry:
     """Loads models when requests need them, and unloads models to free memory.
 
-    Idle models are unloaded before models with running requests, and the least recently used first.
+    Models without running requests are unloaded before models with running requests. Within both groups, the
+    least recently used model is unloaded first.
 
     Args:
         models: the models, the default first.
@@ -121,10 +124,11 @@ class ModelRegistry:
         return [*self._models, *(name for model in self for name in model.engine.adapters)]
 
     def find(self, name: str | None, task: PipelineTask | None) -> ServedModel:
-        """Return the model of a request, which names the model or one of its adapters.
+        """Return the model that serves the requests for the name of a model or an adapter.
 
         Args:
-            name: the name; None for the first model of the task, or the default model if there is none.
+            name: the name. None means the first model of the task, or the default model if no model has the
+                task.
             task: the task of the route; None for routes of all tasks. Used only if ``name`` is None.
 
         Raises:
@@ -150,14 +154,14 @@ class ModelRegistry:
             async with self._load_lock:
                 if not model.is_loaded:
                     await self._load(model)
-        model.num_users += 1
+        model.num_active += 1
         model.idle_event.clear()
         try:
             yield
         finally:
             model.last_used = time.monotonic()
-            model.num_users -= 1
-            if not model.num_users:
+            model.num_active -= 1
+            if not model.num_active:
                 model.idle_event.set()
 
     async def stop(self) -> None:
@@ -167,17 +171,16 @@ class ModelRegistry:
     async def _load(self, model: ServedModel) -> None:
         while self._num_bytes_loaded + model.memory > self._budget:
             await self._unload(self._least_recently_used())
-        begin = time.perf_counter()
+        started_at = time.perf_counter()
         if model.engine.state == "asleep":
             await model.engine.wake_up()
         await self._prepare(model)
         model.is_loaded = model.was_loaded = True
         model.last_used = time.monotonic()
-        if not model.num_users:
+        if not model.num_active:
             model.idle_event.set()
-        log_event(
-            _log, logging.INFO, "model loaded", model=model.name, for_s=round(time.perf_counter() - begin, 1)
-        )
+        seconds = round(time.perf_counter() - started_at, 1)
+        log_event(_log, logging.INFO, "model loaded", model=model.name, for_s=seconds)
 
     async def _unload(self, model: ServedModel) -> None:
         model.is_unloading = True
@@ -196,7 +199,7 @@ class ModelRegistry:
     def _least_recently_used(self) -> ServedModel:
         """Return the least recently used of the loaded models, preferably one without running requests."""
         loaded_models = [model for model in self if model.is_loaded]
-        return min(loaded_models, key=lambda model: (model.num_users > 0, model.last_used))
+        return min(loaded_models, key=lambda model: (model.num_active > 0, model.last_used))
 
 
 def _gib(num_bytes: int) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelsServer(Server):
-    """A server of several models. Loads the first at the start, and each other model when a request needs it.
+    """A server of several models. Loads the first model at the start, others when a request needs them.
 
     Args:
         config: the configuration of the server.
@@ -46,10 +46,10 @@ class ModelsServer(Server):
             await self._registry.stop()
 
     def _make_server(self) -> tuple[Services, HttpServer]:
-        """Create the routes of all models, and the outer application."""
+        """Create the services of all models and the HTTP server. Return the first model's and the server."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.http.server import HttpServer
-            from penstock.serve.models.front import make_front
+            from penstock.serve.models.front import make_outer_app
             from penstock.serve.service_factory import build_services
         services: Services | None = None
         for model in self._registry:
@@ -60,7 +60,8 @@ class ModelsServer(Server):
         first_services = self._registry.default.services
         assert first_services is not None
         with self._startup.phase("make the routes"):
-            return first_services, HttpServer(cast("FastAPI", make_front(self._registry)), self._config)
+            outer_app = cast("FastAPI", make_outer_app(self._registry))
+            return first_services, HttpServer(outer_app, self._config)
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
         # The worker of the default model is already running.
@@ -73,7 +74,7 @@ class ModelsServer(Server):
         assert model.services is not None
         tokenizer = model.services.tokenizer
         tokenizer.max_length = model.engine.info.max_length
-        # `Server._open` warms up the default model.
+        # At the start, `Server._open` warms up the default model.
         if model is not self._registry.default or model.was_loaded:
             await warm_up_model(model.engine, tokenizer, model.task)
 

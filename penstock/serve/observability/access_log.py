@@ -17,7 +17,7 @@ def log_request(record: RequestRecord, *, is_probe: bool = False) -> None:
 
 def log_fields(record: RequestRecord) -> dict[str, object]:
     """Return the fields of the log line. Unknown values are None. No field has text of prompt or output."""
-    line: dict[str, object] = {
+    fields: dict[str, object] = {
         "id": record.request_id,
         "method": record.method,
         "route": record.route,
@@ -34,13 +34,13 @@ def log_fields(record: RequestRecord) -> dict[str, object]:
         **record.details,
     }
     if record.audio_seconds:
-        line["first_audio_s"] = _rounded_seconds(record.seconds_until(record.first_audio_at))
-        line["audio_s"] = _rounded_seconds(record.audio_seconds)
+        fields["first_audio_s"] = _rounded_seconds(record.seconds_until(record.first_audio_at))
+        fields["audio_s"] = _rounded_seconds(record.audio_seconds)
     if record.model is not None:
-        line["prompt_tokens"] = record.prompt_tokens
-        line["cached_tokens"] = record.cached_tokens
-        line["completion_tokens"] = record.completion_tokens
-    return line
+        fields["prompt_tokens"] = record.prompt_tokens
+        fields["cached_tokens"] = record.cached_tokens
+        fields["completion_tokens"] = record.completion_tokens
+    return fields
 
 
 def _rounded_seconds(seconds: float | None) -> float | None:

@@ -19,7 +19,7 @@ def log_event(log: logging.Logger, level: int, event: str, **fields: object) -> 
 
 
 class LineFormatter(logging.Formatter):
-    """Formats lines as logfmt (``key=value key="two words"``) or JSON. Escapes all values."""
+    """Formats lines as logfmt (``key=value key="two words"``) or JSON. Escapes line ends in values."""
 
     def __init__(self, log_format: str) -> None:
         super().__init__()
@@ -45,20 +45,20 @@ class _Handler(logging.StreamHandler[TextIO]):
     """Writes lines to a stream. Drops lines that cannot be written, for example to a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Report errors as the standard library does. Ignore OSError and ValueError, as of a stream."""
+        """Ignore OSError and ValueError, which the stream raises. Report other errors to standard error."""
         if not isinstance(sys.exception(), OSError | ValueError):  # ValueError: the stream is closed
             super().handleError(record)
 
 
 def print_notice(line: str) -> None:
-    """Print a line to standard error. Errors of the stream are ignored."""
+    """Print a line to standard error. Ignores errors of the stream."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
 
 
 def configure_logging(config: ServeConfig, stream: TextIO | None = None) -> None:
-    """Send the log of Penstock and the warnings of uvicorn to a stream, by default standard error."""
+    """Write the log of Penstock and uvicorn's warnings and errors to a stream, by default standard error."""
     handler = _Handler(stream if stream is not None else sys.stderr)
     handler.setFormatter(LineFormatter(config.log_format))
     for name in ("penstock", "uvicorn.error"):

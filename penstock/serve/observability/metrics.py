@@ -6,8 +6,8 @@ arrival of its headers.
 
 Metrics of requests (probes such as ``/health`` are not counted):
 
-- ``penstock_requests_total`` by ``route``, ``method``, ``status``: requests that ended; 499 if the client
-  disconnected before the end, the error's status if an error ended a stream, otherwise the status sent
+- ``penstock_requests_total`` by ``route``, ``method``, ``status``: requests that ended; ``status`` is
+  `RequestRecord.final_status`
 - ``penstock_requests_in_progress``: requests that have arrived and not ended
 - ``penstock_request_seconds`` by ``route``: histogram, from arrival to the end
 - ``penstock_queue_seconds``: histogram, from arrival to admission into the batch
@@ -43,10 +43,45 @@ if TYPE_CHECKING:
     from penstock.serve.observability.request_record import RequestRecord
     from penstock.worker.engine_client import EngineClient
 
-_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
-_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+_REQUEST_SECONDS_BUCKETS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+    640,
+)
+_INTER_TOKEN_SECONDS_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    10,
+)
 
-_FACTOR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50)
+_REAL_TIME_FACTOR_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50)
 
 
 class Metrics:
@@ -79,7 +114,9 @@ class Metrics:
             "penstock_time_to_first_token_seconds", "From arrival to the first token"
         )
         self._inter_token_latency = self._histogram(
-            "penstock_inter_token_seconds", "Time between two tokens of one choice", buckets=_TOKEN_BUCKETS
+            "penstock_inter_token_seconds",
+            "Time between two tokens of one choice",
+            buckets=_INTER_TOKEN_SECONDS_BUCKETS,
         )
         self._image_preparation = self._histogram(
             "penstock_image_preparation_seconds",
@@ -87,7 +124,8 @@ class Metrics:
         )
         self._prompt_tokens = self._counter("penstock_prompt_tokens", "Prompt tokens of requests that ended")
         self._cached_tokens = self._counter(
-            "penstock_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
+            "penstock_cached_prompt_tokens",
+            "Prompt tokens of requests that ended, found in the prefix cache",
         )
         self._completion_tokens = self._counter(
             "penstock_completion_tokens", "Generated tokens of requests that ended"
@@ -98,13 +136,15 @@ class Metrics:
         self._real_time_factor = self._histogram(
             "penstock_real_time_factor",
             "Seconds from arrival to the last audio, per second of audio",
-            buckets=_FACTOR_BUCKETS,
+            buckets=_REAL_TIME_FACTOR_BUCKETS,
         )
         self._audio_seconds = self._counter("penstock_audio_seconds", "Duration of the generated audio")
         self._finished_choices = self._counter(
             "penstock_finished", "Choices that ended, by reason", ["reason"]
         )
-        self._build_info = Info("penstock_build", "Version, model and kernels", registry=self.registry)
+        self._build_info = Info(
+            "penstock_build", "Version, model and instruction set of the kernels", registry=self.registry
+        )
         self._startup_seconds = Gauge(
             "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
         )
@@ -121,7 +161,7 @@ class Metrics:
         help: str,
         labels: Sequence[str] = (),
         *,
-        buckets: Sequence[float] = _REQUEST_BUCKETS,
+        buckets: Sequence[float] = _REQUEST_SECONDS_BUCKETS,
     ) -> Histogram:
         return Histogram(name, help, labels, registry=self.registry, buckets=buckets)
 
@@ -130,7 +170,7 @@ class Metrics:
         return RequestMetrics(self)
 
     def images_prepared(self, seconds: float) -> None:
-        """Record the duration of the preparation of a request with images, successful or not."""
+        """Record the duration of the preparation of a request with images, even if the preparation failed."""
         self._image_preparation.observe(seconds)
 
     def describe_build(self, **labels: str) -> None:
@@ -138,7 +178,11 @@ class Metrics:
         self._build_info.info({"version": __version__, **labels})
 
     def report_startup(self, phases: Iterable[tuple[str, float]]) -> None:
-        """Set the seconds of each start-up phase."""
+        """Set the seconds of each start-up phase.
+
+        Args:
+            phases: (name, seconds) of each phase.
+        """
         for phase, seconds in phases:
             self._startup_seconds.labels(phase).set(seconds)
 
@@ -173,14 +217,14 @@ class RequestMetrics:
     def admitted(self, record: RequestRecord) -> None:
         """Record the admission into the batch."""
         assert record.admitted_at is not None
-        self._metrics._queue_seconds.observe(record.admitted_at - record.received)
+        self._metrics._queue_seconds.observe(record.admitted_at - record.received_at)
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
         """Record new tokens. The time since the previous tokens is divided evenly among the new tokens."""
         if not self._had_token:
             assert record.first_token_at is not None
             self._had_token = True
-            self._metrics._time_to_first_token.observe(record.first_token_at - record.received)
+            self._metrics._time_to_first_token.observe(record.first_token_at - record.received_at)
         if seconds is None:
             return
         for _ in range(count):
@@ -192,15 +236,17 @@ class RequestMetrics:
         assert record.ended_at is not None
         metrics._in_progress.dec()
         metrics._requests.labels(record.route, record.method, str(record.final_status)).inc()
-        metrics._request_seconds.labels(record.route).observe(record.ended_at - record.received)
+        metrics._request_seconds.labels(record.route).observe(record.ended_at - record.received_at)
         metrics._prompt_tokens.inc(record.prompt_tokens)
         metrics._cached_tokens.inc(record.cached_tokens)
         metrics._completion_tokens.inc(record.completion_tokens)
         if record.audio_seconds:
             assert record.first_audio_at is not None
             assert record.last_audio_at is not None
-            metrics._time_to_first_audio.observe(record.first_audio_at - record.received)
-            metrics._real_time_factor.observe((record.last_audio_at - record.received) / record.audio_seconds)
+            metrics._time_to_first_audio.observe(record.first_audio_at - record.received_at)
+            metrics._real_time_factor.observe(
+                (record.last_audio_at - record.received_at) / record.audio_seconds
+            )
             metrics._audio_seconds.inc(record.audio_seconds)
         for reason in record.finish_reasons:
             metrics._finished_choices.labels(reason).inc()
@@ -217,11 +263,14 @@ class EngineCollector(Collector):
         self._gauges = gauges
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that the registration does not read the statistics."""
+        """Return no metrics, so that the registration does not read the statistics."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of `ENGINE_METRICS`; with several workers, also one value per worker."""
+        """Yield the metrics of `ENGINE_METRICS` and the router gauges.
+
+        If an engine has several workers, also yield each metric of `ENGINE_METRICS` per worker.
+        """
         label_names = ["model"] if len(self._engines) > 1 else []
         has_several_workers = any(len(engine.workers) > 1 for engine in self._engines.values())
         for metric in ENGINE_METRICS:
@@ -236,8 +285,8 @@ class EngineCollector(Collector):
             for model, engine in self._engines.items():
                 labels = [model] if label_names else []
                 totals.add_metric(labels, float(metric.read(engine)))
-                for number, worker in enumerate(engine.workers):
-                    per_worker.add_metric([*labels, str(number)], float(metric.read(worker)))
+                for worker_index, worker in enumerate(engine.workers):
+                    per_worker.add_metric([*labels, str(worker_index)], float(metric.read(worker)))
             yield totals
             if has_several_workers:
                 yield per_worker
@@ -257,10 +306,12 @@ class EngineMetric:
 ENGINE_METRICS = (
     EngineMetric("penstock_worker_up", "1 while the worker is ready", lambda engine: engine.state == "ready"),
     EngineMetric(
-        "penstock_worker_restarts_total", "Unexpected ends of the worker", lambda engine: engine.num_restarts
+        "penstock_worker_restarts_total",
+        "Unexpected ends of the worker, and failed restarts",
+        lambda engine: engine.num_restarts,
     ),
     EngineMetric(
-        "penstock_requests_outstanding", "Requests at the worker", lambda engine: engine.num_outstanding
+        "penstock_requests_outstanding", "Requests that run or wait", lambda engine: engine.num_outstanding
     ),
     EngineMetric(
         "penstock_requests_running", "Requests in the batch", lambda engine: engine.stats.num_running
@@ -274,7 +325,9 @@ ENGINE_METRICS = (
         "penstock_batch_size", "Requests in the last step", lambda engine: engine.stats.last_batch_size
     ),
     EngineMetric(
-        "penstock_batch_tokens", "Tokens in the last step", lambda engine: engine.stats.last_batch_tokens
+        "penstock_batch_tokens",
+        "Input tokens of the last step's first forward pass",
+        lambda engine: engine.stats.last_batch_tokens,
     ),
     EngineMetric(
         "penstock_steps_total", "Steps with at least one request", lambda engine: engine.stats.num_steps
@@ -284,31 +337,31 @@ ENGINE_METRICS = (
     ),
     EngineMetric(
         "penstock_encoded_images_total",
-        "Images that were encoded",
+        "Images that the vision encoder has encoded",
         lambda engine: engine.stats.num_encoded_images,
     ),
     EngineMetric(
         "penstock_encoder_cache_hits_total",
-        "Images whose rows were in the encoder cache",
+        "Images whose encoder outputs were in the encoder cache",
         lambda engine: engine.stats.num_cached_images,
     ),
     EngineMetric(
-        "penstock_preemptions_total", "Requests preempted", lambda engine: engine.stats.num_preemptions
+        "penstock_preemptions_total", "Preemptions of requests", lambda engine: engine.stats.num_preemptions
     ),
     EngineMetric("penstock_kv_blocks", "Blocks of the KV cache", lambda engine: engine.stats.num_blocks),
-    EngineMetric("penstock_kv_cache_usage", "Used part of the KV cache, 0 to 1", kv_usage),
+    EngineMetric("penstock_kv_cache_usage", "Used fraction of the KV cache, 0 to 1", kv_usage),
     EngineMetric("penstock_adapters_loaded", "Loaded LoRA adapters", lambda engine: len(engine.adapters)),
     EngineMetric(
         "penstock_kv_blocks_used", "Blocks in use by requests", lambda engine: engine.stats.num_used_blocks
     ),
     EngineMetric(
         "penstock_kv_blocks_cached",
-        "Free blocks with a known prefix",
+        "Free blocks in the prefix cache, which prompts can reuse",
         lambda engine: engine.stats.num_cached_blocks,
     ),
     EngineMetric(
         "penstock_prefix_cache_queries_total",
-        "Prompt tokens of admitted requests",
+        "Prompt tokens of admitted requests, except requests for log probabilities of the prompt",
         lambda engine: engine.stats.num_prefix_query_tokens,
     ),
     EngineMetric(
@@ -318,7 +371,7 @@ ENGINE_METRICS = (
     ),
     EngineMetric(
         "penstock_prefilled_tokens_total",
-        "Prompt tokens of admitted requests, log probabilities of prompts included",
+        "Prompt tokens of all admitted requests",
         lambda engine: engine.stats.num_prompt_tokens,
     ),
     EngineMetric(
@@ -328,7 +381,7 @@ ENGINE_METRICS = (
     ),
     EngineMetric(
         "penstock_draft_tokens_total",
-        "Tokens proposed by speculation",
+        "Draft tokens proposed by speculative decoding",
         lambda engine: engine.stats.num_draft_tokens,
     ),
     EngineMetric(
@@ -338,7 +391,7 @@ ENGINE_METRICS = (
     ),
     EngineMetric(
         "penstock_draft_verifications_total",
-        "Verifications of drafts, per request and forward",
+        "Verifications of drafts, counted once per request and forward pass",
         lambda engine: engine.stats.num_verified_steps,
     ),
 )

@@ -1,7 +1,7 @@
 """The record of a request, from which the log line, the metrics and the span are written.
 
 The middleware creates a record when a request arrives (``request.state.record``), the routes fill it, and the
-middleware logs it at the end. It contains no text of the prompt or the response.
+middleware logs it at the end. A record contains no text of the prompt or the response.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fastapi import Request
 
 
 class RecordObserver(Protocol):
-    """Receives the events of a request. The metrics and the span of the request implement it."""
+    """Receives the events of a request; `RequestMetrics` and `RequestSpan` are observers."""
 
     def admitted(self, record: RequestRecord) -> None:
-        """Called when the scheduler admits the request."""
+        """Called when the scheduler admits the first choice of the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
         """Called when a choice has ``count`` new tokens.
@@ -37,13 +37,13 @@ class RequestRecord:
     method: str = "POST"
     route: str = ""
     """The template of the route, such as ``/v1/models/{id}``."""
-    received: float = field(default_factory=time.perf_counter)
+    received_at: float = field(default_factory=time.perf_counter)
     client_id: str = ""
     """Identifies the client by its API key or its address.
 
     The scheduler divides the batch evenly among clients.
     """
-    session_header: str = ""
+    header_session_id: str = ""
     """The session id in the request's headers; "" if there is none."""
 
     model: str | None = None
@@ -61,12 +61,12 @@ class RequestRecord:
     error_code: str | None = None
     """The code of the error that ended the request, before or after the start of a stream."""
     error_status: int | None = None
-    """The status code of that error. A stream that has started cannot send it."""
+    """The status code of the error that ended the request. It is not sent if a response has started."""
 
     status: int | None = None
     """The status code that was sent; None before the response."""
     client_left: bool = False
-    """Whether the client disconnected before the end."""
+    """Whether the client disconnected before the end of the response."""
     admitted_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
@@ -76,6 +76,7 @@ class RequestRecord:
     """The duration of the generated audio."""
     observers: list[RecordObserver] = field(default_factory=list)
     _last_token_at: dict[int, float] = field(default_factory=dict)
+    """Index of a choice -> time of its last tokens."""
 
     @classmethod
     def of(cls, request: Request) -> RequestRecord:
@@ -86,8 +87,8 @@ class RequestRecord:
 
     @property
     def session_id(self) -> str:
-        """The session of the request: `session_header`, else `user`, else ""."""
-        return self.session_header or self.user or ""
+        """The session of the request: `header_session_id`, else `user`, else ""."""
+        return self.header_session_id or self.user or ""
 
     def admitted(self) -> None:
         """Record the first admission of one of the request's choices."""
@@ -97,7 +98,7 @@ class RequestRecord:
                 observer.admitted(self)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Record ``count`` new tokens from the worker for a choice. Does nothing if there are none."""
+        """Record ``count`` new tokens from the worker for a choice. Does nothing if ``count`` is 0."""
         if count <= 0:
             return
         now = time.perf_counter()
@@ -126,7 +127,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> str:
-        """The finish reasons, ``abort:client_disconnect``, ``error:<code or status>``, or ``-`` for none."""
+        """``abort:client_disconnect`` or ``error:<code or status>``, else the finish reasons, else ``-``."""
         if self.client_left:
             return "abort:client_disconnect"
         if self.error_status is not None:
@@ -145,4 +146,4 @@ class RequestRecord:
 
     def seconds_until(self, moment: float | None) -> float | None:
         """Return the seconds from the request's arrival to ``moment``; None if ``moment`` is None."""
-        return None if moment is None else moment - self.received
+        return None if moment is None else moment - self.received_at

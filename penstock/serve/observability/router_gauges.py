@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from penstock.worker.engine_client import EngineClient
 
 
-_HELP = {
+_HELP_TEXTS = {
     "waiting": "Requests that wait for admission",
     "running": "Requests in the batch",
-    "kv_usage": "Used part of the KV cache, 0 to 1",
+    "kv_usage": "Used fraction of the KV cache, 0 to 1",
     "adapters": "The loaded LoRA adapters",
 }
 
 
 def parse_gauges(gauges: Sequence[str]) -> dict[str, str]:
-    """Parse ``QUANTITY=NAME`` texts. Return quantity -> gauge name.
+    """Parse the texts ``QUANTITY=NAME`` of ``--router-gauge``. Return quantity -> gauge name.
 
     >>> parse_gauges(["waiting=vllm:num_requests_waiting"])
     {'waiting': 'vllm:num_requests_waiting'}
@@ -43,13 +43,13 @@ def router_gauges(engines: Mapping[str, EngineClient], names: Mapping[str, str])
 
     Args:
         engines: model name -> engine.
-        names: quantity -> name of its gauge.
+        names: quantity -> name of the quantity's gauge.
     """
     for quantity, name in names.items():
         labels = ["model_name"]
         if quantity == "adapters":
             labels += ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
-        gauge = GaugeMetricFamily(name, _HELP[quantity], labels=labels)
+        gauge = GaugeMetricFamily(name, _HELP_TEXTS[quantity], labels=labels)
         for model, engine in engines.items():
             match quantity:
                 case "waiting":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Tracing:
-    """Creates the spans of requests. A ``traceparent`` header adds them to the caller's trace.
+    """Creates one span per request. A ``traceparent`` header adds the request's span to the caller's trace.
 
     Args:
         provider: receives the spans.
@@ -31,7 +31,7 @@ class Tracing:
 
     @classmethod
     def to_endpoint(cls, endpoint: str) -> Tracing:
-        """Return an object that sends spans in batches, by OTLP over HTTP, from a separate thread.
+        """Return a `Tracing` that sends spans in batches, by OTLP over HTTP, from a separate thread.
 
         Args:
             endpoint: the complete URL, such as ``http://127.0.0.1:4318/v1/traces``.
@@ -64,14 +64,15 @@ class Tracing:
         return RequestSpan(span)
 
     def close(self) -> None:
-        """Send all remaining spans."""
+        """Send all remaining spans, and accept no more spans."""
         self._provider.shutdown()
 
 
 class RequestSpan:
     """The span of one request; a `RecordObserver`.
 
-    Its events divide the request into queue (until ``admitted``), prefill (until ``first_token``) and decode.
+    The span's events divide the request into queue (until ``admitted``), prefill (until ``first_token``) and
+    decode.
     """
 
     def __init__(self, span: Span) -> None:

@@ -1,4 +1,4 @@
-"""The watchdog: logs state changes and missing progress of the engine. It does not restart workers."""
+"""The watchdog: logs state changes of the engine, and long times without a finished step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _log = logging.getLogger(__name__)
 class Watchdog:
     """Logs state changes of the engine, and an error if no step ends while requests are outstanding.
 
+    Does not restart workers.
+
     Args:
         engine: the engine to watch.
-        limit: seconds without a finished step after which an error is logged. The error is repeated at this
-            interval.
+        limit: seconds without a finished step after which an error is logged. The error is repeated every
+            `limit` seconds.
         interval: seconds between two checks.
     """
 
@@ -42,20 +44,23 @@ class Watchdog:
             await asyncio.sleep(self._interval)
 
     def check(self) -> None:
-        """Log a state change since the last check, and an error if no step has ended for `limit` seconds."""
+        """Log a state change since the last check.
+
+        Log an error if requests are outstanding and no step has ended for `limit` seconds.
+        """
         engine, now = self._engine, time.perf_counter()
         if engine.state != self._state:
             level = logging.ERROR if engine.state == "restarting" else logging.INFO
-            log_event(_log, level, "worker", state=engine.state, was=self._state, **self._numbers())
+            log_event(_log, level, "worker", state=engine.state, was=self._state, **self._log_fields())
             self._state, self._progress_at = engine.state, now
         if not engine.num_outstanding or engine.stats.num_steps != self._num_steps:
             self._num_steps, self._progress_at = engine.stats.num_steps, now
         elif now - self._progress_at >= self._limit:
             seconds = round(now - self._progress_at, 1)
-            log_event(_log, logging.ERROR, "no step has ended", for_s=seconds, **self._numbers())
+            log_event(_log, logging.ERROR, "no step has ended", for_s=seconds, **self._log_fields())
             self._progress_at = now
 
-    def _numbers(self) -> dict[str, object]:
+    def _log_fields(self) -> dict[str, object]:
         engine = self._engine
         stats: dict[str, object] = msgspec.structs.asdict(engine.stats)
         return {"outstanding": engine.num_outstanding, "restarts": engine.num_restarts, **stats}

@@ -29,7 +29,7 @@ class ToolCallArguments(msgspec.Struct, frozen=True, tag=True):
     """The next part of the JSON text of a call's arguments.
 
     The concatenated parts of a call are one JSON object. If the model's output ends early or becomes invalid
-    JSON, they are an incomplete prefix of an object. They are never a complete object with members missing.
+    JSON, the concatenated parts are an incomplete prefix of an object, never a shorter complete object.
     """
 
     index: int

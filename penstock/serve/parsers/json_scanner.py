@@ -6,18 +6,18 @@ import re
 from typing import ClassVar
 
 from penstock.serve.parsers.stream import IncrementalText, Reader
-from penstock.serve.parsers.value_scanner import HEX_DIGITS, MAX_WORD, NUMBER, ValueScanner, scan_value
+from penstock.serve.parsers.value_scanner import HEX_DIGITS, MAX_WORD_LENGTH, NUMBER, ValueScanner, scan_value
 
 _NUMBER_RUN = re.compile(r"[0-9+\-.eE]+")
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
-_CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+_CONTROL_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class JsonScanner(ValueScanner):
-    """Scans a JSON value as defined by RFC 8259, and writes its text unchanged, with one exception.
+    """Scans a JSON value as defined by RFC 8259, and writes the text of the value.
 
-    RFC 8259 forbids control characters in strings, but models write them, mostly line ends. The scanner
-    accepts control characters and writes them as escapes.
+    The text is unchanged except for control characters in strings. RFC 8259 forbids these characters, but
+    models write them, mostly line ends. The scanner accepts them and writes them as escapes.
     """
 
     STRING_RUNS: ClassVar = {'"': re.compile(r'[^"\\\x00-\x1f]+')}
@@ -27,7 +27,7 @@ class JsonScanner(ValueScanner):
     def __init__(self) -> None:
         super().__init__()
         self._remaining = ""  # the characters of a literal that must follow, or one "0" per missing hex digit
-        self._number: list[str] = []
+        self._number_parts: list[str] = []
 
     def _write_space(self, char: str) -> None:
         self._json_parts.append(char)
@@ -49,7 +49,7 @@ class JsonScanner(ValueScanner):
 
     def _write_in_string(self, text: str) -> None:
         is_control = len(text) == 1 and text < " "
-        self._json_parts.append((_CONTROL.get(text) or f"\\u{ord(text):04x}") if is_control else text)
+        self._json_parts.append((_CONTROL_ESCAPES.get(text) or f"\\u{ord(text):04x}") if is_control else text)
 
     def _begin_escape(self) -> None:
         self._json_parts.append("\\")
@@ -73,7 +73,7 @@ class JsonScanner(ValueScanner):
         if char in _LITERALS:
             self._inside, self._remaining = "literal", _LITERALS[char]
         elif char in "-0123456789":
-            self._inside, self._number = "word", []
+            self._inside, self._number_parts = "word", []
         else:
             return False
         return True
@@ -98,12 +98,12 @@ class JsonScanner(ValueScanner):
     def _scan_number(self, text: str, position: int) -> int:
         run = _NUMBER_RUN.match(text, position)
         if run is not None:
-            self._number.append(run.group())
+            self._number_parts.append(run.group())
             self._json_parts.append(run.group())
             return run.end()
         # The current character is not part of the number, so the number is complete.
-        number = "".join(self._number)
-        self.is_invalid = len(number) > MAX_WORD or NUMBER.fullmatch(number) is None
+        number = "".join(self._number_parts)
+        self.is_invalid = len(number) > MAX_WORD_LENGTH or NUMBER.fullmatch(number) is None
         self._end_value()
         return position
 

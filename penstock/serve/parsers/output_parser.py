@@ -24,7 +24,7 @@ class OutputParser(Protocol):
     def done(self) -> bool:
         """Whether the output is complete because the only allowed call has ended.
 
-        Later text is dropped, as after a stop string, so generation can stop here.
+        The parser drops later text, so the server can stop the generation.
         """
         ...
 
@@ -108,7 +108,7 @@ class ReasoningToolParser:
         self._reasoning_begin_markers = reasoning.begin_markers if reasoning else ()
         self._reasoning_end_markers = reasoning.end_markers if reasoning else ()
         self._call_markers = call_reader.markers if call_reader else ()
-        self._unmarked_in_text = (
+        self._unmarked_starts_in_text = (
             call_reader.unmarked_starts
             if call_reader and call_reader.unmarked_in_text and unmarked_in_text
             else ""
@@ -120,17 +120,17 @@ class ReasoningToolParser:
                 *self._reasoning_end_markers,
                 *self._call_markers,
                 *ignored_markers,
-                *self._unmarked_in_text,
+                *self._unmarked_starts_in_text,
             ]
         )
-        # The scanner of a JSON value in the content that is not complete yet, else None. No call without a
-        # marker can begin inside this value.
-        self._json: JsonScanner | None = None
+        # Scans an incomplete JSON value in the content; None outside of such a value. Calls without a marker
+        # cannot begin inside the value.
+        self._json_scanner: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        # White space at the end of the text so far. It is emitted only if text follows.
+        # White space at the end of the text so far. A call or a reasoning marker that follows drops it.
         self._pending_space: list[str] = []
-        self._after_markup = in_reasoning
+        self._after_markup = in_reasoning  # whether no text follows the last call or reasoning marker yet
         self._has_content = False
         self._num_calls = 0
         self._call_ids: set[str] = set()
@@ -171,7 +171,7 @@ class ReasoningToolParser:
         return self._tools.properties(name)
 
     def mark_unknown_tool(self) -> None:
-        """Mark the current call as a call of an unknown tool. All of its text becomes content."""
+        """Mark the current call as a call of an unknown tool. The whole text of the call becomes content."""
         self._has_unknown_tool = True
 
     def has_id(self, call_id: str) -> bool:
@@ -219,7 +219,7 @@ class ReasoningToolParser:
             raise _OutputDone
 
     def commit(self) -> None:
-        """Drop the taken text, which is markup of a call. Emit it as content if its tool is unknown.
+        """Drop the taken text, which is markup of calls. For a call of an unknown tool, emit it as content.
 
         Does nothing if no call has begun after the current marker.
         """
@@ -243,9 +243,9 @@ class ReasoningToolParser:
             if marker in self._call_markers:
                 yield from self._read_calls(marker)
                 continue
-            if marker and marker in self._unmarked_in_text:
+            if marker and marker in self._unmarked_starts_in_text:
                 self._scan_json(marker)
-                if not self._in_reasoning and self._json is None:
+                if not self._in_reasoning and self._json_scanner is None:
                     self.stream.put_back(len(marker))
                     yield from self._read_calls("")
                     continue
@@ -282,7 +282,7 @@ class ReasoningToolParser:
     def _read_calls(self, marker: str) -> Reader[None]:
         """Read calls after a marker; the marker "" means calls without a marker."""
         assert self._call_reader is not None
-        self._json = None
+        self._json_scanner = None
         self._has_call = False
         try:
             yield from self._call_reader.read(self, marker)
@@ -301,18 +301,20 @@ class ReasoningToolParser:
         self.stream.clear_taken()
 
     def _look_for_json(self) -> None:
-        """Find the beginning of JSON in taken text that becomes content, and start to scan the JSON value."""
+        """Start to scan the first JSON value in the taken text, which becomes content."""
         text = self.stream.taken_text
-        json_starts = [position for position in map(text.find, self._unmarked_in_text) if position >= 0]
-        if json_starts and "{" in self._unmarked_in_text:
-            self._json = JsonScanner()
+        json_starts = [
+            position for position in map(text.find, self._unmarked_starts_in_text) if position >= 0
+        ]
+        if json_starts and "{" in self._unmarked_starts_in_text:
+            self._json_scanner = JsonScanner()
             self._scan_json(text[min(json_starts) :])
 
     def _scan_json(self, text: str) -> None:
-        if self._json is not None:
-            self._json.feed(text)
-            if self._json.is_complete or self._json.is_invalid:
-                self._json = None
+        if self._json_scanner is not None:
+            self._json_scanner.feed(text)
+            if self._json_scanner.is_complete or self._json_scanner.is_invalid:
+                self._json_scanner = None
 
     def _emit_taken_text(self) -> None:
         text = self.stream.taken_text

@@ -45,8 +45,11 @@ class ParserFactory:
     """
 
     tools: ToolFormat | None
+    """The tool-call format, if any."""
     reasoning: ReasoningFormat | None
+    """The reasoning format, if any."""
     special_tokens: frozenset[str] = frozenset()
+    """The texts of the tokens that decoding omits by default."""
 
     @classmethod
     def choose(
@@ -80,12 +83,12 @@ class ParserFactory:
         )
 
     @property
-    def tool_format(self) -> str | None:
+    def tool_format_name(self) -> str | None:
         """The name of the tool-call format, or None."""
         return self.tools.name if self.tools else None
 
     @property
-    def reasoning_format(self) -> str | None:
+    def reasoning_format_name(self) -> str | None:
         """The name of the reasoning format, or None."""
         return self.reasoning.name if self.reasoning else None
 
@@ -110,7 +113,7 @@ class ParserFactory:
 
         Args:
             prompt: the rendered prompt.
-            prefill: the end of the prompt if the request asks the model to continue it; otherwise empty.
+            prefill: the text of the last message if the model continues this message; otherwise empty.
         """
         if self.reasoning is None:
             return False
@@ -139,7 +142,7 @@ class ParserFactory:
             tool_choice: the tool choice of the request.
             in_reasoning: whether the prompt ends inside a reasoning block.
             parallel: allow several calls; otherwise the output ends with the first call.
-            shows_special_tokens: keep special tokens in the text that are not part of the markup.
+            shows_special_tokens: keep those special tokens in the text that are not part of the markup.
             unmarked_in_text: whether calls without a marker are also read after other text, if the format
                 allows them. Pass False with a grammar that enforces schemas. Such a grammar checks calls
                 without a marker only at the beginning of the output.
@@ -178,7 +181,7 @@ class ParserFactory:
             tools: the tools of the request.
             tool_choice: the tool choice of the request.
             parallel: allow several calls.
-            reasoning: allow reasoning before the calls, if the model has a reasoning format.
+            reasoning: allow reasoning before the calls if the model has a reasoning format.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
         Raises:
@@ -246,7 +249,16 @@ class ParserFactory:
     ) -> Grammar:
         """Return the grammar for the choice "auto" with an output format: calls, or text in this format.
 
-        `strict_grammar` describes the errors and the arguments other than ``grammar``.
+        Args:
+            grammar: the grammar of the output format.
+            tools: the tools of the request.
+            strict: names of the strict tools. Other tools accept any arguments.
+            parallel: allow several calls.
+            in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
+
+        Raises:
+            UnsupportedFeatureError: the model has no known tool-call format.
+            UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
         calls_tag = self._calls_tag(
             "an output format together with tools",
@@ -258,7 +270,9 @@ class ParserFactory:
         )
 
     def after_reasoning(self, grammar: Grammar, *, in_reasoning: bool | None = None) -> Grammar:
-        """Return the grammar of reasoning followed by `grammar`, or `grammar` without a reasoning format.
+        """Return the grammar of optional reasoning followed by `grammar`.
+
+        If the model has no reasoning format, return `grammar`.
 
         Args:
             grammar: the grammar of the content.
@@ -279,7 +293,7 @@ class ParserFactory:
         return self._markup(self.tools.grammar(tools, parallel))
 
     def _content_tag(self, grammar: Grammar) -> Tag:
-        """Return the structural tag of content that matches a grammar, with the marker before the content."""
+        """Return the structural tag of the marker before the content, and of content in this grammar."""
         marker = self.reasoning.answer_marker if self.reasoning else ""
         return sequence(self._markup(constant(marker)), tag_of(grammar))
 

@@ -1,4 +1,4 @@
-"""The scanner of a Python literal, which it translates to JSON. Some models write tool calls in Python."""
+"""The scanner of a Python literal, for models that write tool calls in Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from typing import ClassVar
 
-from penstock.serve.parsers.value_scanner import HEX_DIGITS, MAX_WORD, NUMBER, ValueScanner
+from penstock.serve.parsers.value_scanner import HEX_DIGITS, MAX_WORD_LENGTH, NUMBER, ValueScanner
 
 _WORD_RUN = re.compile(r"[0-9A-Za-z_+\-.]+")
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -19,7 +19,7 @@ _OCTAL = "01234567"
 class PythonScanner(ValueScanner):
     """Translates a Python literal to JSON.
 
-    It reads strings, numbers, ``True``, ``False``, ``None`` and their JSON names, lists, tuples, and
+    The literals are strings, numbers, ``True``, ``False``, ``None`` and their JSON names, lists, tuples, and
     dictionaries with string keys.
     """
 
@@ -30,7 +30,7 @@ class PythonScanner(ValueScanner):
     def __init__(self) -> None:
         super().__init__()
         self._pending_comma = ""  # written before the next value, because JSON has no trailing commas
-        self._word: list[str] = []
+        self._word_parts: list[str] = []
         self._digits = ""  # digits of a hexadecimal or octal escape so far
         self._hex_length = 0
         # The JSON text inside each open parenthesis that had no comma yet. Parentheses with a comma are a
@@ -113,28 +113,28 @@ class PythonScanner(ValueScanner):
             self._inside = "string"
         return position + 1
 
-    def _write_character(self, code: int) -> None:
+    def _write_character(self, code_point: int) -> None:
         self._inside = "string"
-        if code > 0x10FFFF:
+        if code_point > 0x10FFFF:
             self.is_invalid = True
-        elif 0xD800 <= code <= 0xDFFF:
+        elif 0xD800 <= code_point <= 0xDFFF:
             # One half of a surrogate pair. A JSON decoder joins the escapes of both halves.
-            self._emit(f"\\u{code:04x}")
+            self._emit(f"\\u{code_point:04x}")
         else:
-            self._write_in_string(chr(code))
+            self._write_in_string(chr(code_point))
 
     def _begin_word(self, char: str) -> bool:
         if _WORD_RUN.match(char) is None:
             return False
-        self._inside, self._word = "word", []
+        self._inside, self._word_parts = "word", []
         return True
 
     def _scan_word(self, text: str, position: int) -> int:
         run = _WORD_RUN.match(text, position)
         if run is not None:
-            self._word.append(run.group())
+            self._word_parts.append(run.group())
             return run.end()
-        word = _json_word("".join(self._word))
+        word = _json_word("".join(self._word_parts))
         if word is None:
             self.is_invalid = True
         else:
@@ -150,7 +150,7 @@ def _json_word(word: str) -> str | None:
     """
     if word in _NAMES:
         return _NAMES[word]
-    if len(word) > MAX_WORD:
+    if len(word) > MAX_WORD_LENGTH:
         return None
     if NUMBER.fullmatch(word):
         return word

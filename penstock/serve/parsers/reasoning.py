@@ -22,7 +22,7 @@ class ReasoningFormat:
     text_between: str = ""
     """Text between the end marker and the output that follows."""
     answer_marker: str = ""
-    """Marker before the content, with or without reasoning before it."""
+    """Marker before the content, also in an output without reasoning."""
     remark_marker: str = ""
     """Marker before a remark: visible text before a call or before the answer (the channel ``commentary`` of
     harmony). Only formats with an ``answer_marker`` can have it."""

@@ -19,7 +19,7 @@ _RUN_OF_SPACE = re.compile(r"[ \t\r\n]+")
 
 
 class NotAToolCallError(Exception):
-    """The text is not a tool call. The part of it that was not emitted yet becomes content."""
+    """The text is not a tool call. The taken text, which has not been emitted, becomes content."""
 
 
 class MarkerSearch:
@@ -29,38 +29,37 @@ class MarkerSearch:
         ordered_markers = sorted(
             {marker for marker in markers if marker}, key=lambda marker: (-len(marker), marker)
         )
-        self._search = re.compile("|".join(map(re.escape, ordered_markers)) or r"(?!)")
-        self._beginnings = frozenset(
+        self._pattern = re.compile("|".join(map(re.escape, ordered_markers)) or r"(?!)")
+        self._marker_prefixes = frozenset(
             marker[:end] for marker in ordered_markers for end in range(1, len(marker))
         )
-        self._longest = max(map(len, ordered_markers), default=0)
+        self._max_marker_length = max(map(len, ordered_markers), default=0)
 
     def find(self, text: str, position: int, has_ended: bool, limit: int | None = None) -> tuple[int, int]:
         """Return the span (start, end) of the first marker at or after `position`.
 
-        Without a marker, both are the position up to which the text contains no marker. This is the end of
-        the text, or the beginning of a possible marker that later text may complete. After the end of the
-        text (`has_ended`), no marker can be completed.
+        If there is no marker, both positions are the end of the part that certainly contains no marker: the
+        end of the text, the limit, or the beginning of an incomplete marker that later text may complete.
 
         Args:
             text: the available text.
             position: where the search begins.
             has_ended: whether no more text will arrive.
-            limit: maximum number of characters to search.
+            limit: maximum number of characters before the marker.
         """
-        if limit is not None and len(text) - position >= limit + self._longest:
+        if limit is not None and len(text) - position >= limit + self._max_marker_length:
             limit_end = position + limit
-            match = self._search.search(text, position, limit_end + self._longest)
+            match = self._pattern.search(text, position, limit_end + self._max_marker_length)
             return match.span() if match is not None and match.start() < limit_end else (limit_end, limit_end)
         possible_start = len(text) if has_ended else self._possible_marker_start(text, position)
-        match = self._search.search(text, position)
+        match = self._pattern.search(text, position)
         if match is None or match.start() >= possible_start:
             return possible_start, possible_start
         return match.span()
 
     def _possible_marker_start(self, text: str, position: int) -> int:
-        for start in range(max(position, len(text) - self._longest + 1), len(text)):
-            if text[start:] in self._beginnings:
+        for start in range(max(position, len(text) - self._max_marker_length + 1), len(text)):
+            if text[start:] in self._marker_prefixes:
                 return start
         return len(text)
 
@@ -68,8 +67,7 @@ class MarkerSearch:
 class IncrementalText:
     """The text of one choice. Readers take characters from its front.
 
-    ``taken_text`` is the text taken since the last `clear_taken`. If this text is not a call, it becomes
-    content.
+    If the taken text turns out not to be a call, the parser emits `taken_text` as content.
     """
 
     def __init__(self) -> None:
@@ -85,11 +83,11 @@ class IncrementalText:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def take(self, count: int) -> str:
-        """Take the next `count` characters, which must be available."""
-        text = self._text[self._position : self._position + count]
-        assert len(text) == count, "the text is not available yet"
-        self._position += count
+    def take(self, num_chars: int) -> str:
+        """Take the next `num_chars` characters, which must be available."""
+        text = self._text[self._position : self._position + num_chars]
+        assert len(text) == num_chars, "the text is not available yet"
+        self._position += num_chars
         self._taken_parts.append(text)
         return text
 
@@ -98,18 +96,18 @@ class IncrementalText:
         """The text that was taken since the last `clear_taken`."""
         return "".join(self._taken_parts)
 
-    def put_back(self, count: int) -> None:
-        """Undo the last `take`, which must have taken `count` characters."""
-        assert len(self._taken_parts[-1]) == count
+    def put_back(self, num_chars: int) -> None:
+        """Undo the last `take`, which must have taken `num_chars` characters."""
+        assert len(self._taken_parts[-1]) == num_chars
         self._taken_parts.pop()
-        self._position -= count
+        self._position -= num_chars
 
     def take_rest(self) -> str:
         """Take all available text."""
         return self.take(len(self._text) - self._position)
 
     def clear_taken(self) -> None:
-        """Clear `taken_text`, which was emitted or is markup."""
+        """Clear `taken_text`. The caller has emitted the text, or the text is markup."""
         self._taken_parts.clear()
 
     def wait_for_text(self) -> Reader[tuple[str, int]]:
@@ -128,7 +126,7 @@ class IncrementalText:
         return text[position : position + 1]
 
     def accept(self, *literals: str) -> Reader[str]:
-        """Take and return the first literal that the text continues with; "" if it continues with none."""
+        """Take and return the first of the literals that the text continues with; "" if there is none."""
         for literal in literals:
             while True:
                 next_text = self._text[self._position : self._position + len(literal)]
@@ -141,10 +139,10 @@ class IncrementalText:
         return ""
 
     def expect(self, *literals: str) -> Reader[str]:
-        """Take and return the first literal that the text continues with.
+        """Take and return the first of the literals that the text continues with.
 
         Raises:
-            NotAToolCallError: the text continues with none of them.
+            NotAToolCallError: the text continues with none of the literals.
         """
         literal = yield from self.accept(*literals)
         if not literal:
@@ -170,54 +168,57 @@ class IncrementalText:
             NotAToolCallError: the text is longer than `max_length`, or no marker ends it.
         """
         parts: list[str] = []
-        size = 0
+        length = 0
         while True:
             # Take at most `max_length` + 1 characters. Otherwise the taken text would depend on the chunking.
-            text, marker = yield from self.take_text_or_marker(end, max_length + 1 - size)
+            text, marker = yield from self.take_text_or_marker(end, max_length + 1 - length)
             parts.append(text)
-            size += len(text)
+            length += len(text)
             if marker:
                 return "".join(parts)
-            if not text or size > max_length:
+            if not text or length > max_length:
                 raise NotAToolCallError
 
     def take_run(self, pattern: re.Pattern[str], max_length: int) -> Reader[str]:
         """Take and return the longest run of characters that match `pattern`, a repeated character class.
 
         Raises:
-            NotAToolCallError: the run is empty or longer than `max_length`.
+            NotAToolCallError: the run is empty, longer than `max_length`, or ends at the end of the text.
         """
         parts: list[str] = []
-        size = 0
+        length = 0
         while True:
             text, position = yield from self.wait_for_text()
-            match = pattern.match(text, position, position + max_length + 1 - size)
-            count = 0 if match is None else match.end() - position
-            self.num_examined += count + 1
-            if count:
-                parts.append(self.take(count))
-                size += count
+            match = pattern.match(text, position, position + max_length + 1 - length)
+            match_length = 0 if match is None else match.end() - position
+            match_end = position + match_length
+            self.num_examined += match_length + 1
+            if match_length:
+                parts.append(self.take(match_length))
+                length += match_length
             # An empty run is an error only if another character follows or the text has ended.
-            if size > max_length or (not size and position + count < len(text)) or position == len(text):
+            if length > max_length or (not length and match_end < len(text)) or position == len(text):
                 raise NotAToolCallError
-            if position + count < len(text):
+            if match_end < len(text):
                 return "".join(parts)
 
     def take_text_or_marker(self, markers: MarkerSearch, limit: int | None = None) -> Reader[tuple[str, str]]:
-        """Take the available text before the next marker, or the marker if it comes next.
+        """Take the available text before the next marker. If no text precedes the marker, take the marker.
 
-        With a `limit` of at least 1, take at most that many characters of text.
+        Args:
+            markers: the markers to search.
+            limit: maximum number of characters of text, at least 1.
 
         Returns:
-            (text, ""), or ("", marker), or ("", "") at the end.
+            (text, ""), or ("", marker), or ("", "") at the end of the text.
         """
         while True:
             text, position = yield from self.wait_for_text()
             start, end = markers.find(text, position, self.has_ended, limit)
             self.num_examined += max(end, start + 1) - position
             if start > position:
-                count = start - position
-                return self.take(count if limit is None else min(count, limit)), ""
+                num_chars = start - position
+                return self.take(num_chars if limit is None else min(num_chars, limit)), ""
             if end > start:
                 return "", self.take(end - start)
             if self.has_ended:

@@ -50,12 +50,12 @@ def optional(part: Tag) -> Tag:
     return {"type": "optional", "content": part}
 
 
-def spaces(count: int = 3) -> Tag:
-    """Return the tag of at most `count` line ends or spaces.
+def spaces(max_chars: int = 3) -> Tag:
+    """Return the tag of at most `max_chars` line ends or spaces.
 
     Without a limit, a model could generate white space until the maximum length.
     """
-    return pattern(f"[ \\n]{{0,{count}}}")
+    return pattern(f"[ \\n]{{0,{max_chars}}}")
 
 
 def pattern(expression: str) -> Tag:
@@ -66,7 +66,7 @@ def pattern(expression: str) -> Tag:
 def any_number(part: Tag) -> Tag:
     """Return the tag of 0 to 63 repetitions of `part`.
 
-    The number is limited, because the formats inside free text must have a bounded number of repetitions.
+    The number is limited, because a tag inside free text must have a bounded number of repetitions.
     """
     return {"type": "repeat", "min": 0, "max": _MAX_REPETITIONS, "content": part}
 
@@ -134,7 +134,7 @@ def tag_of(grammar: Grammar) -> Tag:
 
 
 def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
-    """Replace the special tokens in constants by token tags, which match only the special token itself.
+    """Replace the special tokens in constants by token tags, which match only the token, not its text.
 
     Raises:
         UnsupportedFeatureError: the markers that begin calls in free text are neither all single special
@@ -159,7 +159,7 @@ def _with_tokens(part: Tag, special_pattern: re.Pattern[str]) -> Tag:
             if end["type"] == "const_string":
                 tag = {"type": "tag", "begin": "", "content": content, "end": part["end"]}
             else:
-                assert end["type"] == "token", "free text ends with one marker"
+                assert end["type"] == "token", "the end marker of free text is one token"
                 tag = {"type": "tag", "begin": "", "content": content, "end": end}
             return tag if not part["begin"] else sequence(begin, tag)
         case "triggered_tags":

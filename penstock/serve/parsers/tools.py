@@ -81,12 +81,12 @@ class Tools:
 
 
 def types_of(schema: object, root: Schema) -> frozenset[str] | None:
-    """Return the JSON types that a subschema of `root` allows; None if they are not restricted or unknown."""
+    """Return the JSON types that a subschema of `root` allows; None if all are allowed or if unknown."""
     return _types(schema, root, depth=0)
 
 
 def _object_schema(parameters: Schema | None) -> Schema:
-    """Return the schema of the arguments object, which must be empty if no properties are declared."""
+    """Return the schema of the arguments object. Empty ``properties`` or no parameters mean no arguments."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False

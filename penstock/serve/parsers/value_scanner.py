@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from penstock.serve.parsers.stream import SPACE, IncrementalText, NotAToolCallError, Reader
 
 MAX_DEPTH = 128  # levels; json.loads and the parsers of many clients support only a few hundred
-MAX_WORD = 4096  # characters; Python's limit is 4300 digits
+MAX_WORD_LENGTH = 4096  # characters; Python's limit is 4300 digits
 HEX_DIGITS = "0123456789abcdefABCDEF"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
@@ -24,8 +24,8 @@ class ValueScanner(ABC):
     """Scans one value character by character and writes it as JSON.
 
     The caller passes text to `feed` until ``is_complete`` or ``is_invalid`` is True. The run time is linear
-    in the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and the
-    JSON text to write.
+    in the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and
+    the JSON text to write.
     """
 
     STRING_RUNS: ClassVar[Mapping[str, re.Pattern[str]]]

@@ -1,7 +1,7 @@
 """The playground at ``/``: a chat, a comparison of two settings, and metrics of the server.
 
 For an embeddings model, the page shows the similarity of a few texts instead of the chat. For a speech model,
-it shows a text box, a player that starts with the first audio, and the waveform.
+the page shows a text box, a player that starts with the first audio, and the waveform.
 
 The page consists of plain HTML, CSS and JavaScript modules and has no build step. The Content-Security-Policy
 of the page allows no content from other origins. The page uses the public API and one additional route,

@@ -1,9 +1,9 @@
-// A message of the conversation, and the code that requests a response and builds its message from the stream.
+// A message of the conversation, and the function that streams a response into a message.
 
 import { ApiError, postStream } from "./api.js";
 import { TokenGroups } from "./tokens.js";
 
-const MIN_SECONDS = 0.05; // minimum duration for a token rate; a shorter stream arrives in a single read
+const MIN_RATE_SECONDS = 0.05; // minimum duration for a token rate; a shorter stream arrives in a single read
 
 export class Message {
   constructor(role, text = "", fields = {}) {
@@ -25,7 +25,7 @@ export class Message {
     return this.role === "assistant" && !this.text && !this.reasoning && !this.calls.length;
   }
 
-  /** Replaces the text and clears the token probabilities, figures and error of the old text. */
+  /** Replaces the text. Clears the token probabilities, `numbers` and the error, which belong to the old text. */
   edit(text) {
     this.text = text;
     this.tokens = new TokenGroups();
@@ -115,7 +115,7 @@ export class Receiver {
     const numLaterTokens = (usage?.completion_tokens ?? 0) - this._numFirstTokens;
     return {
       firstToken: this._firstTokenAt === null ? null : (this._firstTokenAt - this._sentAt) / 1000,
-      perSecond: seconds >= MIN_SECONDS && numLaterTokens > 0 ? numLaterTokens / seconds : null,
+      perSecond: seconds >= MIN_RATE_SECONDS && numLaterTokens > 0 ? numLaterTokens / seconds : null,
       prompt: usage?.prompt_tokens ?? null,
       cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
       completion: usage?.completion_tokens ?? null,
@@ -126,7 +126,8 @@ export class Receiver {
 
 /**
  * Requests a response and adds its chunks to a message. Calls `onchunk` after each chunk. Returns when the response has
- * ended. Stores an error in `message.error`. If `signal` aborts the response, the message keeps its text.
+ * ended, and stores an error in `message.error`. If `signal` aborts the response, the message keeps its text without an
+ * error.
  */
 export async function streamInto(message, request, signal, onchunk) {
   const receiver = new Receiver(message);

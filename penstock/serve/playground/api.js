@@ -10,14 +10,14 @@ export class ApiError extends Error {
   }
 }
 
-/** The API key of this tab. It is stored in sessionStorage, which the browser deletes when the tab is closed. */
-export const key = {
+/** The API key of this tab, in sessionStorage. The browser deletes sessionStorage when the tab is closed. */
+export const apiKey = {
   get: () => sessionStorage.getItem(STORAGE_NAME),
   set: (value) => sessionStorage.setItem(STORAGE_NAME, value),
   remove: () => sessionStorage.removeItem(STORAGE_NAME),
 };
 
-/** Returns the URL of a route, relative to the page, so that a proxy may serve the page under a path prefix. */
+/** Returns the URL of a route for a path without a leading slash. A proxy may serve page and routes under a prefix. */
 export const urlOf = (path) => new URL(path, document.baseURI).href;
 
 /** Sends a GET request and returns the decoded response. */
@@ -38,7 +38,7 @@ export async function postJson(path, body, signal) {
 
 /**
  * Sends a POST request and yields the JSON value of each event before `[DONE]`.
- * Throws an `ApiError` if an event contains an error, or if `[DONE]` is missing.
+ * Throws an `ApiError` if the request fails, if an event contains an error, or if `[DONE]` is missing.
  */
 export async function* postStream(path, body, signal) {
   const response = await send(path, jsonPost(body, signal));
@@ -66,7 +66,7 @@ const jsonPost = (body, signal) => ({
 
 async function send(path, options) {
   const headers = { ...options.headers };
-  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
   let response;
   try {
     response = await fetch(urlOf(path), { ...options, headers, credentials: "same-origin" });

@@ -1,7 +1,7 @@
 // Connects the modules: the conversation with one running response at a time, the settings, the panel and the pages.
 
 import { Message, streamInto } from "./answer.js";
-import { ApiError, getJson, key } from "./api.js";
+import { ApiError, apiKey, getJson } from "./api.js";
 import { CodeDialog } from "./code.js";
 import { CompareView } from "./compare.js";
 import { Conversations } from "./conversations.js";
@@ -17,7 +17,7 @@ import { SpeechView } from "./speech.js";
 import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
-const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
+const NEAR_END_PIXELS = 80; // the conversation follows new text if it is scrolled closer to its end than this
 
 const log = byId("log");
 const draft = byId("draft");
@@ -47,7 +47,7 @@ class App {
 
   // Actions of the user.
 
-  /** Adds the text in the input field to the conversation and requests a response. On the Compare page, requests two. */
+  /** Adds the text in the input field to the conversation and requests a response (two on the Compare page). */
   send() {
     if (this._isBusy) return;
     const text = draft.value;
@@ -209,7 +209,7 @@ class App {
     byId("delete-chat").hidden = current === null;
   }
 
-  /** Returns the next request. With `withDraft`, for the code view, it includes the text in the input field. */
+  /** Returns the next request. `withDraft` includes the text in the input field, for the code view. */
   _request(withDraft = false) {
     const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
     const requestMessages = messages.map((message) => message.toRequest());
@@ -255,7 +255,7 @@ class App {
     this.updateButtons();
   }
 
-  /** Shows the buttons that apply to the current state and enables them. */
+  /** Shows and enables the buttons that apply to the current state. Hides or disables the others. */
   updateButtons() {
     const isBusy = this._isBusy;
     byId("empty").hidden = this._views.length > 0;
@@ -266,7 +266,7 @@ class App {
   }
 
   _keepScrolled(change) {
-    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END;
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PIXELS;
     change();
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
@@ -275,7 +275,7 @@ class App {
 
   _onState(state) {
     if (state === "ready") this._loadModels();
-    else if (state === "starting") this._notice("The model is loading. This page updates when it is ready.");
+    else if (state === "starting") this._notice("The model is loading. This page updates when the model is ready.");
   }
 
   async _loadModels() {
@@ -289,7 +289,7 @@ class App {
       select.disabled = false;
       this._compare.setModels(data.map(({ id }) => id));
       byId("key-form").hidden = true;
-      byId("forget-key").hidden = !key.get();
+      byId("forget-key").hidden = !apiKey.get();
       this._models = data;
       this._showTask();
     } catch (error) {
@@ -316,7 +316,7 @@ class App {
 
   _askForKey(error) {
     byId("key-form").hidden = false;
-    byId("key-error").textContent = key.get() ? error.message : "";
+    byId("key-error").textContent = apiKey.get() ? error.message : "";
     byId("key").focus();
   }
 
@@ -355,12 +355,12 @@ class App {
     });
     byId("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      key.set(byId("key").value.trim());
+      apiKey.set(byId("key").value.trim());
       byId("key").value = "";
       this._loadModels();
       this._metrics.show(this._pages.current === "metrics");
     });
-    byId("forget-key").addEventListener("click", () => (key.remove(), this._loadModels()));
+    byId("forget-key").addEventListener("click", () => (apiKey.remove(), this._loadModels()));
     for (const text of EXAMPLES) byId("examples").append(button(text, () => ((draft.value = text), this.send())));
     new CodeDialog({ check: () => this._checkSettings(), request: () => this._request(true) });
   }

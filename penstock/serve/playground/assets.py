@@ -8,14 +8,14 @@ from functools import cache
 from hashlib import blake2b
 from importlib.resources import files
 
-_TYPES = {
+_MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
 
-_FILES = (
+_FILE_NAMES = (
     "index.html",
     "style.css",
     "icon.svg",
@@ -46,8 +46,8 @@ def _path_of(name: str) -> str:
     return "/" if name == "index.html" else f"/playground/{name}"
 
 
-PATHS = frozenset(_path_of(name) for name in _FILES)
-"""The paths of all files."""
+PATHS = frozenset(_path_of(name) for name in _FILE_NAMES)
+"""The URL paths of all files."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Asset:
 
 @cache
 def assets() -> Mapping[str, Asset]:
-    """Return all files by path. They are read once."""
+    """Return URL path -> file. The first call reads the files."""
     folder = files(__package__)
-    return {_path_of(name): _asset(name, folder.joinpath(name).read_bytes()) for name in _FILES}
+    return {_path_of(name): _asset(name, folder.joinpath(name).read_bytes()) for name in _FILE_NAMES}
 
 
 def _asset(name: str, content: bytes) -> Asset:
-    media_type = _TYPES[name[name.rindex(".") :]]
+    media_type = _MEDIA_TYPES[name[name.rindex(".") :]]
     return Asset(content, media_type, f'"{blake2b(content, digest_size=12).hexdigest()}"')

@@ -29,12 +29,12 @@ class Side {
     this._view = null;
     this._model = make("select", {});
     this._system = make("textarea", { rows: 2, placeholder: "as in the general settings" });
-    this._numbers = Object.entries(FIELDS).map(([field, { label, ...limits }]) => {
+    this._numberFields = Object.entries(FIELDS).map(([field, { label, ...limits }]) => {
       const input = make("input", { type: "number", placeholder: "as in the general settings", ...limits });
       return { field, label, input };
     });
     this._answer = make("div", { class: "side-answer" });
-    const labels = this._numbers.map(({ label, input }) => make("label", {}, label, input));
+    const labels = this._numberFields.map(({ label, input }) => make("label", {}, label, input));
     const form = make(
       "form",
       { class: "side-settings", "aria-label": `Settings of ${name}`, onsubmit: (event) => event.preventDefault() },
@@ -67,7 +67,7 @@ class Side {
     if (this._model.value) body.model = this._model.value;
     const system = this._system.value;
     if (system.trim()) body.messages = [{ role: "system", content: system }, ...messages];
-    for (const { field, input } of this._numbers) {
+    for (const { field, input } of this._numberFields) {
       if (!input.checkValidity()) {
         input.reportValidity();
         throw new WrongSetting(input.validationMessage);

@@ -1,10 +1,10 @@
-// The conversations that the browser keeps in localStorage: last saved first, at most MAX_COUNT.
+// The conversations that the browser keeps in localStorage: last saved first, at most MAX_CONVERSATIONS.
 
 import { Message } from "./answer.js";
 
-const KEY = "penstock.conversations";
-const MAX_COUNT = 100;
-const MAX_TITLE = 60;
+const STORAGE_NAME = "penstock.conversations";
+const MAX_CONVERSATIONS = 100;
+const MAX_TITLE_LENGTH = 60;
 
 /** The stored conversations. */
 export class Conversations {
@@ -16,7 +16,7 @@ export class Conversations {
   /** Returns all conversations: {id, title, messages}, the last saved first. */
   get all() {
     try {
-      const list = JSON.parse(this._storage.getItem(KEY) ?? "[]");
+      const list = JSON.parse(this._storage.getItem(STORAGE_NAME) ?? "[]");
       return Array.isArray(list) ? list : [];
     } catch {
       return [];
@@ -31,13 +31,13 @@ export class Conversations {
     }
     this.current ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
     const firstText = messages.find((message) => message.role === "user")?.text ?? "";
-    const title = firstText.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE) || "Without text";
+    const title = firstText.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE_LENGTH) || "Without text";
     const entry = { id: this.current, title, messages: messages.map(storedFields) };
     const otherConversations = this.all.filter((conversation) => conversation.id !== this.current);
-    this._write([entry, ...otherConversations].slice(0, MAX_COUNT));
+    this._write([entry, ...otherConversations].slice(0, MAX_CONVERSATIONS));
   }
 
-  /** Makes a stored conversation the current one and returns its messages; null if it does not exist. */
+  /** Makes a stored conversation the current conversation and returns its messages; null if `id` is unknown. */
   open(id) {
     const conversation = this.all.find((entry) => entry.id === id);
     if (!conversation) return null;
@@ -45,7 +45,7 @@ export class Conversations {
     return conversation.messages.map(messageOf);
   }
 
-  /** Begins a new conversation. The first call of `save` with a message stores it. */
+  /** Begins a new conversation. The first call of `save` with a message stores the conversation. */
   begin() {
     this.current = null;
   }
@@ -59,7 +59,7 @@ export class Conversations {
   _write(list) {
     for (let count = list.length; count >= 0; count -= 1) {
       try {
-        this._storage.setItem(KEY, JSON.stringify(list.slice(0, count)));
+        this._storage.setItem(STORAGE_NAME, JSON.stringify(list.slice(0, count)));
         return;
       } catch (error) {
         if (error.name !== "QuotaExceededError") throw error;

@@ -23,7 +23,7 @@ export function button(label, onclick, properties = {}) {
   return make("button", { type: "button", textContent: label, onclick, ...properties });
 }
 
-/** Sets the height of a field to that of its text, up to `maxHeight` pixels. */
+/** Sets the height of a text field to the height of its text, up to `maxHeight` pixels. */
 export function fitHeight(field, maxHeight = 240) {
   field.style.height = "auto";
   field.style.height = `${Math.min(maxHeight, field.scrollHeight + 2)}px`;

@@ -22,7 +22,7 @@ export function thumbnails(urls) {
   return urls.map((url, i) => make("img", { src: url, alt: `Image ${i + 1}`, class: "image" }));
 }
 
-/** The images of the next message. `isEnabled` is whether the model reads images. */
+/** The images of the next message, as data: URLs. `isEnabled` is true if the model reads images. */
 export class Attachments {
   constructor() {
     this.urls = [];
@@ -32,14 +32,14 @@ export class Attachments {
     this._listen();
   }
 
-  /** Shows the button for images if the model reads them. */
+  /** Shows or hides the button for images. If the model does not read images, removes all images. */
   enable(isEnabled) {
     this.isEnabled = isEnabled;
     byId("attach").hidden = !isEnabled;
     if (!isEnabled) this.removeAll();
   }
 
-  /** Adds image files. */
+  /** Adds image files. Does nothing if the model does not read images. */
   async add(files) {
     if (!this.isEnabled) return;
     this.urls.push(...(await Promise.all(files.map(dataUrl))));

@@ -1,5 +1,5 @@
-// Renders Markdown as elements. While a text is streamed, only the blocks from
-// the first changed block on are replaced.
+// Renders Markdown as elements. While a text is streamed, only the first changed block and the blocks after it are
+// replaced.
 
 import { button, copyText, make } from "./dom.js";
 

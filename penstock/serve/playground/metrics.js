@@ -1,11 +1,11 @@
-// The page of live metrics, read from /metrics every second while it is visible.
+// The page of live metrics. While the page is visible, it reads /metrics every second.
 
 import { ApiError, getText } from "./api.js";
 import { drawLine } from "./chart.js";
 import { byId, make } from "./dom.js";
 import { Scrape, growth, quantile } from "./prometheus.js";
 
-const PERIOD = 1000; // milliseconds between two scrapes
+const PERIOD_MS = 1000; // between a response and the next scrape
 const HISTORY = 60; // number of scrapes in the charts, which is about one minute
 const ANNOUNCE_EVERY = 15; // scrapes between two announcements
 const MIN_RATE = 10; // tokens/s: minimum upper end of the chart
@@ -37,7 +37,7 @@ function durations(label, name) {
   return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
 }
 
-/** Returns the percentage of prompt tokens that were found in the prefix cache. */
+/** Returns the percentage of prompt tokens since the scrape `before` that were found in the prefix cache. */
 function hitRate(now, before) {
   const queries = growth(now, before, "penstock_prefix_cache_queries_total");
   return queries ? percent(growth(now, before, "penstock_prefix_cache_hits_total") / queries) : "–";
@@ -78,7 +78,7 @@ export class MetricsPage {
     document.addEventListener("visibilitychange", () => this._restart());
   }
 
-  /** Starts or stops the polling. It also stops after a 401, until the next call with `true`. */
+  /** Starts or stops the polling. A response with status 401 stops the polling until the next call with `true`. */
   show(isShown) {
     this._isShown = isShown;
     this._restart();
@@ -103,12 +103,12 @@ export class MetricsPage {
       if (byId("metrics-error").textContent !== error.message) byId("metrics-error").textContent = error.message;
       if (error.status === 401) return this._onerror(error); // `show` continues after the user has entered an API key
     }
-    this._timer = setTimeout(() => this._poll(round), PERIOD);
+    this._timer = setTimeout(() => this._poll(round), PERIOD_MS);
   }
 
   _add(now) {
     const previous = this._scrapes.at(-1);
-    this._scrapes = [...this._scrapes, now].filter((scrape) => now.seconds - scrape.seconds <= HISTORY * (PERIOD / 1000) + 1);
+    this._scrapes = [...this._scrapes, now].filter((scrape) => now.seconds - scrape.seconds <= HISTORY * (PERIOD_MS / 1000) + 1);
     const [oldest] = this._scrapes;
     const seconds = now.seconds - oldest.seconds;
     ROWS.forEach(({ recent, total }, i) => {
@@ -134,11 +134,11 @@ export class MetricsPage {
     const pairs = this._scrapes.slice(1).map((now, i) => [now, this._scrapes[i]]);
     const rates = pairs.map(([now, previous]) => growth(now, previous, "penstock_generated_tokens_total") / (now.seconds - previous.seconds));
     const highest = Math.max(0, ...rates);
-    drawLine(byId("metrics-rate-line"), rates.slice(-HISTORY), { count: HISTORY, max: Math.max(MIN_RATE, highest) });
+    drawLine(byId("metrics-rate-line"), rates.slice(-HISTORY), { numPoints: HISTORY, max: Math.max(MIN_RATE, highest) });
     byId("metrics-rate-line").setAttribute("aria-label", `Output throughput in the last minute, at most ${rate(highest, "tokens")}`);
     byId("metrics-rate-note").textContent = `at most ${rate(highest, "tokens")}`;
     const uses = this._scrapes.map(kvUse).slice(-HISTORY);
-    drawLine(byId("metrics-kv-line"), uses, { count: HISTORY, max: 1 });
+    drawLine(byId("metrics-kv-line"), uses, { numPoints: HISTORY, max: 1 });
     const highestUse = percent(Math.max(...uses));
     byId("metrics-kv-line").setAttribute("aria-label", `KV cache use in the last minute, at most ${highestUse}`);
     byId("metrics-kv-note").textContent = `at most ${highestUse}`;

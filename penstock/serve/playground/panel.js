@@ -1,10 +1,10 @@
-// The live statistics, requested one second after each response while the page is visible.
+// The live statistics. While the page is visible, the panel requests them one second after each response.
 
 import { getJson } from "./api.js";
 import { drawLine } from "./chart.js";
 import { byId } from "./dom.js";
 
-const PERIOD = 1000; // milliseconds
+const PERIOD_MS = 1000; // between a response and the next request
 const HISTORY = 60; // points of the graph
 const MIN_SCALE = 10; // tokens/s: minimum upper end of the graph's scale
 
@@ -48,7 +48,7 @@ export class Panel {
     } finally {
       this._isPolling = false;
     }
-    if (document.visibilityState === "visible") this._timer = setTimeout(() => this._poll(), PERIOD);
+    if (document.visibilityState === "visible") this._timer = setTimeout(() => this._poll(), PERIOD_MS);
   }
 
   _show(now) {
@@ -81,7 +81,7 @@ export class Panel {
 
   _draw() {
     const max = Math.max(MIN_SCALE, ...this._rates);
-    drawLine(byId("spark"), this._rates, { count: HISTORY, max });
+    drawLine(byId("spark"), this._rates, { numPoints: HISTORY, max });
     byId("peak").textContent = this._rates.length ? `peak ${Math.round(Math.max(...this._rates))}` : "";
   }
 

@@ -19,7 +19,7 @@ export class Scrape {
     }
   }
 
-  /** Returns the sum of a metric over its labels; 0 if it does not exist. */
+  /** Returns the sum of a metric over its labels; 0 if the metric does not exist. */
   sum(name) {
     return (this._series.get(name) ?? []).reduce((total, series) => total + series.value, 0);
   }
@@ -35,7 +35,10 @@ export class Scrape {
   }
 }
 
-/** Returns the growth of a counter, summed over its labels, since `before`; its whole value if `before` is null or the counter has restarted. */
+/**
+ * Returns the growth of a counter, summed over its labels, since the scrape `before`. If `before` is null or the
+ * counter has restarted, returns the value of the counter.
+ */
 export function growth(now, before, name) {
   const [end, begin] = [now.sum(name), before?.sum(name) ?? 0];
   return end < begin ? end : end - begin;

@@ -14,7 +14,7 @@ from penstock.serve.services import Services
 
 router = APIRouter(include_in_schema=False)
 
-_POLICY = "; ".join(
+_CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
@@ -33,7 +33,7 @@ _POLICY = "; ".join(
 _HEADERS = {
     # Browsers revalidate the cached page on each load, so a new server version takes effect at once.
     "cache-control": "no-cache",
-    "content-security-policy": _POLICY,
+    "content-security-policy": _CONTENT_SECURITY_POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -60,7 +60,7 @@ class Stats(BaseModel):
 
 @router.get("/playground/stats")
 async def stats(request: Request, response: Response) -> Stats:
-    """Return the live statistics. They are a subset of ``/metrics`` and have the same access rules."""
+    """Return the live statistics, a subset of ``/metrics``. The route needs no API key, as ``/metrics``."""
     services = Services.of(request)
     worker = services.worker
     now = worker.stats
@@ -92,7 +92,7 @@ def _sender(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _matches_etag(client_etags: str, asset: Asset) -> bool:
-    """Return whether a list of ETags contains the file's. A compressing proxy adds ``W/`` to the ETag."""
+    """Return whether a list of ETags has the file's ETag or ``*``. A compressing proxy adds ``W/``."""
     return any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in client_etags.split(","))
 
 

@@ -53,7 +53,7 @@ export class Settings {
     byId("show-settings").setAttribute("aria-expanded", String(open));
   }
 
-  /** Returns the request with these messages. Focuses an invalid control and throws `WrongSetting`. */
+  /** Returns the request with these messages. If a control is invalid, focuses the control and throws `WrongSetting`. */
   request(messages) {
     const system = byId("system").value;
     const body = {

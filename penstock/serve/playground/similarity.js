@@ -18,8 +18,8 @@ export function cosines(vectors) {
 
 /** Returns a table of the matrix with a row and a column for each text. */
 export function matrixTable(texts, matrix) {
-  const number = (i) => make("th", { scope: "col", title: texts[i], textContent: String(i + 1) });
-  const head = make("tr", {}, make("td"), ...texts.map((_, i) => number(i)));
+  const columnHeader = (i) => make("th", { scope: "col", title: texts[i], textContent: String(i + 1) });
+  const head = make("tr", {}, make("td"), ...texts.map((_, i) => columnHeader(i)));
   const rows = matrix.map((row, i) => {
     const name = make("th", { scope: "row", title: texts[i], textContent: `${i + 1}  ${texts[i]}` });
     return make("tr", {}, name, ...row.map((value, j) => cell(value, texts[i], texts[j])));
@@ -34,7 +34,7 @@ function cell(value, rowText, columnText) {
 }
 
 export class SimilarityView {
-  /** `onerror(error)` is called when the server refuses a request. */
+  /** `onerror(error)` is called with the `ApiError` of a failed request. */
   constructor({ onerror }) {
     this._onerror = onerror;
     this._controller = null;
@@ -44,7 +44,7 @@ export class SimilarityView {
 
   /**
    * Requests the embeddings of the texts and shows their similarities, or shows an error if there are too few or too
-   * many texts. A new request cancels the previous one.
+   * many texts. A new request cancels the previous request.
    */
   async compare() {
     const texts = textsOf(byId("similarity-texts").value);

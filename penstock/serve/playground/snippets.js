@@ -1,4 +1,4 @@
-// A request as a shell command or a Python program. It never contains the API key.
+// A request as a shell command or a Python program. Both read the API key from PENSTOCK_API_KEY and never contain it.
 
 const OPENAI_FIELDS = new Set([
   "model",
@@ -65,8 +65,8 @@ function literal(value, depth = 0) {
   const items = Array.isArray(value)
     ? value.map((element) => literal(element, depth + 1))
     : Object.entries(value).map(([name, member]) => `${JSON.stringify(name)}: ${literal(member, depth + 1)}`);
-  const short = `${open}${items.join(", ")}${close}`;
-  if (short.length <= 80 && !short.includes("\n")) return short;
+  const oneLine = `${open}${items.join(", ")}${close}`;
+  if (oneLine.length <= 80 && !oneLine.includes("\n")) return oneLine;
   const indent = "    ".repeat(depth + 1);
   return `${open}\n${items.map((item) => `${indent}${item},\n`).join("")}${"    ".repeat(depth)}${close}`;
 }

@@ -3,7 +3,7 @@
 import { ApiError, getJson, postBytes } from "./api.js";
 import { byId, make } from "./dom.js";
 
-const HEADER_SIZE = 44; // bytes of a WAV header with 16-bit samples
+const HEADER_SIZE = 44; // bytes of a WAV header for 16-bit samples
 const NUM_BARS = 240;
 const EXAMPLE_TEXT = "A penstock is a pipe that carries water to a turbine.";
 
@@ -14,7 +14,7 @@ export const sampleRateOf = (header) => new DataView(header.buffer, header.byteO
 export class WavDecoder {
   constructor() {
     this._incompleteBytes = new Uint8Array(0);
-    this.rate = 0;
+    this.sampleRate = 0; // samples per second; 0 until the header has arrived
   }
 
   /** Adds bytes of the stream and returns the samples that are now complete, from -1 to 1. */
@@ -22,15 +22,15 @@ export class WavDecoder {
     let streamBytes = new Uint8Array(this._incompleteBytes.length + bytes.length);
     streamBytes.set(this._incompleteBytes);
     streamBytes.set(bytes, this._incompleteBytes.length);
-    if (!this.rate) {
+    if (!this.sampleRate) {
       if (streamBytes.length < HEADER_SIZE) return this._storeIncomplete(streamBytes, new Float32Array(0));
-      this.rate = sampleRateOf(streamBytes);
+      this.sampleRate = sampleRateOf(streamBytes);
       streamBytes = streamBytes.slice(HEADER_SIZE);
     }
-    const count = streamBytes.length >> 1;
+    const numSamples = streamBytes.length >> 1;
     const view = new DataView(streamBytes.buffer, streamBytes.byteOffset);
-    const samples = Float32Array.from({ length: count }, (_, i) => view.getInt16(2 * i, true) / 32768);
-    return this._storeIncomplete(streamBytes.slice(2 * count), samples);
+    const samples = Float32Array.from({ length: numSamples }, (_, i) => view.getInt16(2 * i, true) / 32768);
+    return this._storeIncomplete(streamBytes.slice(2 * numSamples), samples);
   }
 
   _storeIncomplete(incompleteBytes, samples) {
@@ -39,37 +39,37 @@ export class WavDecoder {
   }
 }
 
-/** Divides the samples into `count` equal parts and returns the largest absolute sample of each. */
-export function peaks(chunks, count) {
+/** Divides the samples into `numParts` equal parts and returns the largest absolute sample of each part. */
+export function peaks(chunks, numParts) {
   const total = chunks.reduce((sum, chunk) => sum + chunk.length, 0);
-  const largest = new Array(count).fill(0);
+  const largest = new Array(numParts).fill(0);
   let index = 0;
   for (const chunk of chunks) {
     for (const sample of chunk) {
-      const bar = Math.floor((index++ * count) / total);
-      largest[bar] = Math.max(largest[bar], Math.abs(sample));
+      const part = Math.floor((index++ * numParts) / total);
+      largest[part] = Math.max(largest[part], Math.abs(sample));
     }
   }
   return largest;
 }
 
-/** Plays chunks of samples without gaps, from the arrival of the first chunk. */
+/** Plays chunks of samples one after another. The playback starts with the first chunk. */
 class Player {
   constructor() {
     this._context = new AudioContext();
-    this._end = 0;
+    this._endTime = 0; // seconds of the audio context at which the last chunk ends
   }
 
-  add(samples, rate) {
+  add(samples, sampleRate) {
     if (!samples.length) return;
-    const buffer = this._context.createBuffer(1, samples.length, rate);
+    const buffer = this._context.createBuffer(1, samples.length, sampleRate);
     buffer.copyToChannel(samples, 0);
     const source = this._context.createBufferSource();
     source.buffer = buffer;
     source.connect(this._context.destination);
-    this._end = Math.max(this._end, this._context.currentTime);
-    source.start(this._end);
-    this._end += samples.length / rate;
+    this._endTime = Math.max(this._endTime, this._context.currentTime);
+    source.start(this._endTime);
+    this._endTime += samples.length / sampleRate;
   }
 
   close() {
@@ -78,7 +78,7 @@ class Player {
 }
 
 export class SpeechView {
-  /** `onerror(error)` is called when the server refuses the request. */
+  /** `onerror(error)` is called with the `ApiError` of a failed request. */
   constructor({ onerror }) {
     this._onerror = onerror;
     this._controller = null;
@@ -98,7 +98,7 @@ export class SpeechView {
     byId("speech-voice").replaceChildren(...options);
   }
 
-  /** Requests the audio of the text and plays it as it arrives. A new request ends the previous one. */
+  /** Requests the audio of the text and plays the audio as it arrives. A new request ends the previous request. */
   async speak() {
     const error = byId("speech-error");
     error.textContent = "";
@@ -108,8 +108,8 @@ export class SpeechView {
     this._chunks = [];
     this._decoder = new WavDecoder();
     this._player = new Player();
-    const begin = performance.now();
-    const elapsed = () => (performance.now() - begin) / 1000;
+    const startedAt = performance.now();
+    const elapsed = () => (performance.now() - startedAt) / 1000;
     let firstAudio = 0;
     byId("speech").setAttribute("aria-busy", "true");
     try {
@@ -124,7 +124,7 @@ export class SpeechView {
         if (!samples.length) continue;
         firstAudio ||= elapsed();
         this._chunks.push(samples);
-        this._player.add(samples, this._decoder.rate);
+        this._player.add(samples, this._decoder.sampleRate);
         this._show(firstAudio, elapsed());
       }
     } catch (problem) {
@@ -152,11 +152,11 @@ export class SpeechView {
   replay() {
     this._player?.close();
     this._player = new Player();
-    for (const chunk of this._chunks) this._player.add(chunk, this._decoder.rate);
+    for (const chunk of this._chunks) this._player.add(chunk, this._decoder.sampleRate);
   }
 
   _show(firstAudio, elapsed) {
-    const seconds = this._chunks.reduce((sum, chunk) => sum + chunk.length, 0) / this._decoder.rate;
+    const seconds = this._chunks.reduce((sum, chunk) => sum + chunk.length, 0) / this._decoder.sampleRate;
     byId("speech-note").textContent =
       `First audio after ${firstAudio.toFixed(2)} s; ${seconds.toFixed(1)} s of audio, real-time factor ${(elapsed / seconds).toFixed(2)}.`;
     byId("speech-again").hidden = false;

@@ -1,4 +1,4 @@
-// Log probabilities: one span per token, darker for less probable tokens, with the alternatives on hover or focus.
+// Log probabilities: one span per token group, darker for less probable tokens. Hover or focus shows the alternatives.
 
 import { byId, make } from "./dom.js";
 
@@ -92,7 +92,7 @@ export function percent(logprob) {
   return value >= 0.1 ? `${value.toFixed(1)} %` : value >= 0.001 ? `${value.toFixed(3)} %` : "< 0.001 %";
 }
 
-/** Returns a token with symbols for white space. A token with an incomplete character is shown as bytes. */
+/** Returns a token's text with symbols for white space, or its bytes if the token has an incomplete character. */
 export function visible({ token, bytes }) {
   if (token.includes("\uFFFD") && bytes) {
     return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");

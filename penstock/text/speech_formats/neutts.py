@@ -38,7 +38,7 @@ class NeuTTSFormat(SpeechFormat):
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        return (self.token(_SPEECH_END),)
+        return (self.token_id(_SPEECH_END),)
 
     def prompt(self, text: str, *, voice: str | None, codes: Sequence[int], transcription: str) -> list[int]:
         if len(codes) and not transcription:
@@ -48,11 +48,11 @@ class NeuTTSFormat(SpeechFormat):
         encode = self._tokenizer.encode_plain
         return [
             *encode(_TASK, add_special_tokens=True),
-            self.token(_TEXT_START),
+            self.token_id(_TEXT_START),
             *encode(f"{transcription} {text}" if len(codes) else text),
-            self.token(_TEXT_END),
+            self.token_id(_TEXT_END),
             *encode(_ANSWER),
-            self.token(_SPEECH_START),
+            self.token_id(_SPEECH_START),
             *self.codes.token_ids(codes),
         ]
 

@@ -1,6 +1,7 @@
 """Orpheus: a Llama that generates the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
 
-The codes of position ``p`` of a frame are the tokens ``10 + p * size`` to ``10 + (p + 1) * size - 1``.
+With a codebook of ``size`` codes, the codes of position ``p`` of a frame are the tokens numbered from
+``10 + p * size`` to ``10 + (p + 1) * size - 1``.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class OrpheusFormat(SpeechFormat):
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        return (self.token(_SPEECH_END), self.token(_AI_END))
+        return (self.token_id(_SPEECH_END), self.token_id(_AI_END))
 
     def prompt(self, text: str, *, voice: str | None, codes: Sequence[int], transcription: str) -> list[int]:
         if len(codes) and not transcription:
             raise InputError("a voice to imitate needs its transcription: give audio_prompt_transcription")
         reference: list[int] = []
         if len(codes):
-            speech_ids = [*self.codes.token_ids(codes), self.token(_SPEECH_END), self.token(_AI_END)]
+            speech_ids = [*self.codes.token_ids(codes), self.token_id(_SPEECH_END), self.token_id(_AI_END)]
             reference = [*self._turn_tokens(transcription), *speech_ids]
         return [*reference, *self._turn_tokens(text if voice is None else f"{voice}: {text}")]
 
@@ -55,7 +56,7 @@ class OrpheusFormat(SpeechFormat):
         """Return the tokens of a text and of the beginning of its speech."""
         end_tokens = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
-        return [self.token(_HUMAN_START), *ids, *map(self.token, end_tokens)]
+        return [self.token_id(_HUMAN_START), *ids, *map(self.token_id, end_tokens)]
 
 
 FORMAT = OrpheusFormat

@@ -65,7 +65,7 @@ class CheckpointFormat(ABC):
 
         Args:
             config: the content of ``config.json``; empty if the checkpoint has none.
-            headers: the stored tensors by name.
+            headers: name -> header of each stored tensor.
         """
 
     def policy(self, config: Mapping[str, object]) -> LayerPolicy | None:
@@ -76,10 +76,11 @@ class CheckpointFormat(ABC):
         return None
 
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
-        """Return the tensors as the model reads them, with the names and shapes of an unquantized checkpoint.
+        """Return name -> header of the tensors that the model reads, as in an unquantized checkpoint.
 
-        A format that stores one weight as several tensors replaces these by one `QuantizedHeader` named
-        ``<layer>.weight``. By default the stored tensors are returned, with the encodings of `policy`.
+        A format that stores one weight as several tensors replaces their headers by one `QuantizedHeader`
+        named ``<layer>.weight``. By default the headers of the stored tensors are returned, with the
+        encodings of `policy`.
 
         Raises:
             WeightsError: the types or shapes of the tensors of a layer are inconsistent.
@@ -114,7 +115,7 @@ class CheckpointFormat(ABC):
 
         The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
         tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
-        a quantized weight are in the order of ``header.order``.
+        a quantized weight are in the order of ``header.input_order``, if it is not empty.
         """
         return None, {"weight": source.tensor(header)}
 
@@ -124,8 +125,8 @@ class CheckpointFormat(ABC):
         if encoding is None:
             return tensors["weight"]
         weight = encoding_named(encoding).unpack(tensors)
-        if isinstance(header, QuantizedHeader) and header.order:
-            weight = restore_input_order(weight, header.order)
+        if isinstance(header, QuantizedHeader) and header.input_order:
+            weight = restore_input_order(weight, header.input_order)
         return weight.T if header.is_transposed else weight
 
 
@@ -156,7 +157,7 @@ class FormatRegistry:
 
         Args:
             config: the content of ``config.json``; empty if the checkpoint has none.
-            headers: the stored tensors by name.
+            headers: name -> header of each stored tensor.
 
         Raises:
             ConfigError: no format reads the checkpoint's ``quant_method``.
@@ -195,7 +196,7 @@ FORMATS = FormatRegistry()
 def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
     """Return a weight ``[out, in]`` with its inputs in the original order.
 
-    The given weight has its inputs in the order of `QuantizedHeader.order`.
+    The given weight has its inputs in the order of `QuantizedHeader.input_order`.
     """
     import torch
 
@@ -204,9 +205,9 @@ def restore_input_order(weight: Tensor, order: bytes) -> Tensor:
 
 
 def quantization_section(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``, or an empty one.
+    """Return the ``quantization_config`` of a ``config.json`` or of its ``text_config``; empty without one.
 
-    The section can also have the name ``compression_config``.
+    ``compression_config`` is another name of this section.
     """
     text_config = config.get("text_config")
     for parent in (config, text_config if isinstance(text_config, Mapping) else {}):

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAYOUT = "fp4"
-_NVFP4, _MXFP4 = 16, 32  # inputs that share a scale
+_NVFP4_GROUP_SIZE, _MXFP4_GROUP_SIZE = 16, 32  # inputs that share a scale
 
 
 def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None:
     """Replace the tensors of each layer of 4-bit floats by one header.
 
-    In ModelOpt, a layer without ``weight_scale`` is no layer of 4-bit floats and stays unchanged. Tensors
-    that are not matrices stay unchanged, too.
+    Tensors that are not matrices stay unchanged. If ``name`` is ``weight``, a layer without ``weight_scale``
+    also stays unchanged, because it does not consist of 4-bit floats.
 
     Args:
         tensors: the stored tensors.
-        name: the tensor of numbers: ``weight_packed`` in compressed-tensors, ``weight`` in ModelOpt.
+        name: the tensor of 4-bit floats: ``weight_packed`` in compressed-tensors, ``weight`` in ModelOpt.
 
     Raises:
-        WeightsError: the scales of a layer are missing or have a wrong type or shape, or the number of inputs
-            is not a multiple of the inputs per scale.
+        WeightsError: a scale of a layer is missing or has a wrong type or shape, or the number of inputs is
+            not a multiple of the inputs per scale.
     """
     for layer in tensors.layers(name, ("U8",)):
         packed, scale = tensors.peek(layer, name), tensors.peek(layer, "weight_scale")
@@ -41,20 +41,26 @@ def take_fp4_layers(tensors: StoredTensors, name: str = "weight_packed") -> None
         if len(packed.shape) != 2 or (scale is None and name == "weight"):
             continue
         outputs, inputs = packed.shape[0], 2 * packed.shape[1]
-        size = _MXFP4 if scale is not None and scale.type_name in ("U8", "F8_E8M0") else _NVFP4
-        types = ("U8", "F8_E8M0") if size == _MXFP4 else ("F8_E4M3",)
+        is_mxfp4 = scale is not None and scale.type_name in ("U8", "F8_E8M0")
+        group_size = _MXFP4_GROUP_SIZE if is_mxfp4 else _NVFP4_GROUP_SIZE
+        types = ("U8", "F8_E8M0") if is_mxfp4 else ("F8_E4M3",)
         parts = {
-            "scale": tensors.take(layer, "weight_scale", types, (outputs, inputs // size)),
+            "scale": tensors.take(layer, "weight_scale", types, (outputs, inputs // group_size)),
             "divisor": tensors.take_optional(layer, "weight_global_scale", ("F32",), (), (1,)),
             "factor": tensors.take_optional(layer, "weight_scale_2", ("F32",), (), (1,)),
         }
-        if inputs % size or (size == _NVFP4 and parts["divisor"] is parts["factor"]):
+        has_global_scale = parts["divisor"] is not None or parts["factor"] is not None
+        if inputs % group_size or not (is_mxfp4 or has_global_scale):
             tensors.refuse(
-                layer, name, f"has {inputs} inputs and needs one scale per {size} inputs and one global scale"
+                layer,
+                name,
+                f"has {inputs} inputs and needs one scale per {group_size} inputs and one global scale",
             )
         parts["packed"] = tensors.take(layer, name, ("U8",))
-        encoding = "mxfp4" if size == _MXFP4 else "nvfp4"
-        tensors.put(layer, (outputs, inputs), encoding, parts, layout=LAYOUT, bits=4, group=(1, size))
+        encoding = "mxfp4" if is_mxfp4 else "nvfp4"
+        tensors.put(
+            layer, (outputs, inputs), encoding, parts, layout=LAYOUT, bits=4, group_shape=(1, group_size)
+        )
 
 
 def read_fp4(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -66,7 +72,7 @@ def read_fp4(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
         "weight": torch.stack([packed & 15, packed >> 4], dim=2).flatten(1),
         "scales": header.read(source, "scale").view(torch.uint8),
     }
-    if header.group[1] == _NVFP4:
+    if header.group_shape[1] == _NVFP4_GROUP_SIZE:
         factor = torch.ones(())
         if header.part("divisor"):
             factor = factor / header.read(source, "divisor").reshape(())

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.weights.formats import TensorReader
-from penstock.weights.formats._stored import LayerHeader, StoredTensors, scale_group
+from penstock.weights.formats._stored import LayerHeader, StoredTensors, scale_group_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LAYOUT = "fp8"
 E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
-_GROUP = 128  # inputs that share a scale in the encoding
+_GROUP_SIZE = 128  # inputs that share a scale in the encoding fp8
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _SCALES = ("weight_scale_inv", "weight_scale")
 
@@ -42,18 +42,22 @@ def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
         shape = (weight.shape[0], weight.shape[1])
         name = next((part for part in _SCALES if tensors.peek(layer, part)), _SCALES[1])
         header = tensors.peek(layer, name)
-        group = scale_group(header.shape, shape, block) if header else None
-        if header is not None and group is None:
+        group_shape = scale_group_shape(header.shape, shape, block) if header else None
+        if header is not None and group_shape is None:
             rows, columns = (-(-size // max(part, 1)) for size, part in zip(shape, block, strict=True))
             blocks = f" or [{rows}, {columns}]" if all(block) else ""
             tensors.refuse(
                 layer, name, f"is {list(header.shape)} where [1] or [{shape[0]}, 1]{blocks} is needed"
             )
         scales = tensors.take(layer, name, _SCALE_TYPES)
-        assert group is not None
-        is_exact = weight.type_name == E4M3 and (group[1] == shape[1] or group[1] % _GROUP == 0)
+        assert group_shape is not None
+        is_exact = weight.type_name == E4M3 and (
+            group_shape[1] == shape[1] or group_shape[1] % _GROUP_SIZE == 0
+        )
         parts = {"weight": tensors.take(layer, "weight", (E4M3, E5M2)), "scale": scales}
-        tensors.put(layer, shape, "fp8" if is_exact else None, parts, layout=LAYOUT, bits=8, group=group)
+        tensors.put(
+            layer, shape, "fp8" if is_exact else None, parts, layout=LAYOUT, bits=8, group_shape=group_shape
+        )
 
 
 def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -61,12 +65,12 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
     import torch
 
     weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
-    (outputs, inputs), (rows, columns) = header.shape, header.group
+    (outputs, inputs), (rows, columns) = header.shape, header.group_shape
     blocks = scales.reshape(-(-outputs // rows), -(-inputs // columns)).repeat_interleave(rows, 0)[:outputs]
     if header.encoding is None:
         return None, {"weight": weight.float() * blocks.repeat_interleave(columns, 1)[:, :inputs]}
-    groups = -(-inputs // _GROUP)
-    repeats = groups if columns == inputs else columns // _GROUP
+    groups = -(-inputs // _GROUP_SIZE)
+    repeats = groups if columns == inputs else columns // _GROUP_SIZE
     return header.encoding, {
         "weight": weight.view(torch.uint8),
         "scales": blocks.repeat_interleave(repeats, 1)[:, :groups].contiguous(),
@@ -74,7 +78,7 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
 
 
 def block_size(section: Mapping[str, object], key: str) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a block, from a configuration; (0, 0) if it has none."""
+    """Return ``section[key]``, the numbers of outputs and inputs of a block; (0, 0) if it is not a pair."""
     value = section.get(key)
     if (
         isinstance(value, list | tuple)

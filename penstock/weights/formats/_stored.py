@@ -14,12 +14,12 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP = 32
-"""Group sizes must be a multiple of this number of inputs, otherwise the layer is dequantized."""
+GROUP_SIZE_MULTIPLE = 32
+"""A group must have a multiple of this number of inputs, or all inputs. Other layers are dequantized."""
 
 FLOATS = ("F16", "BF16", "F32")
 
-_WITHOUT_EFFECT = (
+_IGNORED_PARTS = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale"),
     *("output_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_output_scale"),
 )
@@ -34,26 +34,26 @@ reads the scales of 8-bit float KV caches.
 class LayerHeader(QuantizedHeader):
     """A quantized weight ``[out, in]`` whose parts have names."""
 
-    names: tuple[str, ...] = ()
+    part_names: tuple[str, ...] = ()
     """The names of `parts`, without the name of the layer."""
     layout: str = ""
     """The storage variant, for formats with several variants."""
     bits: int = 0
     """Number of bits of a stored number."""
-    group: tuple[int, int] = (0, 0)
+    group_shape: tuple[int, int] = (0, 0)
     """Numbers of outputs and inputs that share a scale."""
 
     def sorted_inputs(self, codes: Tensor) -> Tensor:
-        """Return ``codes [out, in]`` with their inputs reordered by `order`."""
+        """Return ``codes [out, in]`` with their inputs reordered by `input_order`."""
         import torch
 
-        if not self.order:
+        if not self.input_order:
             return codes
-        return codes[:, torch.frombuffer(bytearray(self.order), dtype=torch.int32)]
+        return codes[:, torch.frombuffer(bytearray(self.input_order), dtype=torch.int32)]
 
     def part(self, name: str) -> TensorHeader | None:
         """Return the header of a part, or None if the layer does not have it."""
-        return dict(zip(self.names, self.parts, strict=True)).get(name)
+        return dict(zip(self.part_names, self.parts, strict=True)).get(name)
 
     def read(self, source: TensorReader, name: str) -> Tensor:
         """Return the tensor of a part, which must exist."""
@@ -83,18 +83,20 @@ class StoredTensors:
     """The tensors of a checkpoint while a format replaces those of quantized layers by `LayerHeader` records.
 
     Args:
-        stored: the stored tensors by name.
+        stored: name -> header of each stored tensor.
         format_name: the name of the format in messages.
     """
 
     def __init__(self, stored: Headers, format_name: str) -> None:
-        self.remaining = {name: header for name, header in stored.items() if not name.endswith(_ENDINGS)}
+        self.remaining = {
+            name: header for name, header in stored.items() if not name.endswith(_IGNORED_ENDINGS)
+        }
         """The headers by name: stored tensors that no layer has taken yet, and the layers added by `put`."""
         self._format = format_name
         self._files = {name: header.file for name, header in stored.items()}
 
     def layers(self, part: str, types: tuple[str, ...] = ()) -> Iterator[str]:
-        """Yield the names of the layers that have a part of one of these types; empty for any type."""
+        """Yield the layers that have ``part`` in one of ``types``, or in any type if ``types`` is empty."""
         ending = f".{part}"
         for name in [name for name in self.remaining if name.endswith(ending)]:
             if not types or self.remaining[name].type_name in types:
@@ -156,12 +158,12 @@ class StoredTensors:
         *,
         layout: str = "",
         bits: int = 0,
-        group: tuple[int, int] = (0, 0),
-        order: bytes = b"",
+        group_shape: tuple[int, int] = (0, 0),
+        input_order: bytes = b"",
     ) -> None:
-        """Add the weight ``[out, in]`` of a layer, which consists of these parts.
+        """Add the header of a layer's weight ``[out, in]`` to `remaining`.
 
-        Parts that are None are absent.
+        ``parts`` are the headers of its stored tensors; None stands for a part that the layer does not have.
         """
         present = {name: part for name, part in parts.items() if part is not None}
         first = next(iter(present.values()))
@@ -173,26 +175,27 @@ class StoredTensors:
             first.stored_name,
             encoding=encoding,
             parts=tuple(present.values()),
-            names=tuple(present),
+            part_names=tuple(present),
             layout=layout,
             bits=bits,
-            group=group,
-            order=order,
+            group_shape=group_shape,
+            input_order=input_order,
         )
 
 
-def scale_group(
+def scale_group_shape(
     shape: tuple[int, ...], weight: tuple[int, int], block: tuple[int, int]
 ) -> tuple[int, int] | None:
     """Return the numbers of outputs and inputs that share a scale.
 
     Args:
-        shape: the shape of the scales: one number, one for each output, or one for each block.
+        shape: the shape of the scales. The supported shapes have one scale for the whole weight, for each
+            output, or for each block.
         weight: ``(out, in)``.
         block: numbers of outputs and inputs of a block.
 
     Returns:
-        ``(outputs, inputs)``; None if the shape is none of these.
+        ``(outputs, inputs)``; None if the shape is not supported.
     """
     out_features, in_features = weight
     if shape in ((), (1,), (1, 1)):
@@ -231,4 +234,4 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     return ((low | high << 8) >> (starts % 8).short() & (1 << bits) - 1).to(torch.uint8)
 
 
-_ENDINGS = tuple(f".{name}" for name in _WITHOUT_EFFECT)
+_IGNORED_ENDINGS = tuple(f".{name}" for name in _IGNORED_PARTS)

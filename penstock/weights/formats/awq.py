@@ -22,7 +22,7 @@ from penstock.weights.safetensors import TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BITS, _PER_WORD = 4, 8
+_BITS, _CODES_PER_WORD = 4, 8
 _POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position in a word of the code of each output, 0 to 7."""
 VERSIONS = ("gemm", "gemv")
@@ -49,12 +49,14 @@ class AWQFormat(StoredFormat):
             raise ConfigError(
                 "quantization_config.bits", f"was {bits!r}: only AWQ weights of {_BITS} bits can be read"
             )
-        size = section.get("group_size", section.get("q_group_size", 128))
-        if not isinstance(size, int):
-            raise ConfigError("quantization_config.group_size", f"was {size!r}: a whole number is needed")
+        group_size = section.get("group_size", section.get("q_group_size", 128))
+        if not isinstance(group_size, int):
+            raise ConfigError(
+                "quantization_config.group_size", f"was {group_size!r}: a whole number is needed"
+            )
         tensors = StoredTensors(stored, self.name)
         for layer in tensors.layers("qweight", ("I32",)):
-            (_take_gemm if version == "gemm" else _take_gemv)(tensors, layer, size)
+            (_take_gemm if version == "gemm" else _take_gemv)(tensors, layer, group_size)
         return tensors.remaining
 
     def read_linear(
@@ -68,65 +70,75 @@ class AWQFormat(StoredFormat):
 FORMAT = AWQFormat()
 
 
-def _sizes(tensors: StoredTensors, layer: str, inputs: int, size: int) -> tuple[int, int]:
+def _group_size_and_count(
+    tensors: StoredTensors, layer: str, inputs: int, group_size: int
+) -> tuple[int, int]:
     """Return the number of inputs per group and the number of groups."""
-    size = inputs if size < 1 else size
-    if not inputs or inputs % size:
-        tensors.refuse(layer, "qweight", f"has {inputs} inputs, which is not a multiple of group_size {size}")
-    return size, inputs // size
+    group_size = inputs if group_size < 1 else group_size
+    if not inputs or inputs % group_size:
+        tensors.refuse(
+            layer, "qweight", f"has {inputs} inputs, which is not a multiple of group_size {group_size}"
+        )
+    return group_size, inputs // group_size
 
 
-def _take_gemm(tensors: StoredTensors, layer: str, size: int) -> None:
+def _take_gemm(tensors: StoredTensors, layer: str, group_size: int) -> None:
     weight = tensors.peek(layer, "qweight")
     assert weight is not None
     if len(weight.shape) != 2:
         tensors.refuse(layer, "qweight", "must be a matrix")
     inputs, words = weight.shape
-    size, groups = _sizes(tensors, layer, inputs, size)
-    outputs = words * _PER_WORD
+    group_size, num_groups = _group_size_and_count(tensors, layer, inputs, group_size)
+    outputs = words * _CODES_PER_WORD
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
-        "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, words)),
-        "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (num_groups, words)),
+        "scales": tensors.take(layer, "scales", FLOATS, (num_groups, outputs)),
     }
-    encoding = exact_encoding(_BITS, size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemm", bits=_BITS, group=(1, size))
+    encoding = exact_encoding(_BITS, group_size, inputs)
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout="gemm", bits=_BITS, group_shape=(1, group_size)
+    )
 
 
-def _take_gemv(tensors: StoredTensors, layer: str, size: int) -> None:
+def _take_gemv(tensors: StoredTensors, layer: str, group_size: int) -> None:
     weight, zeros = tensors.peek(layer, "qweight"), tensors.peek(layer, "qzeros")
     assert weight is not None
     if len(weight.shape) != 2 or zeros is None or len(zeros.shape) != 2:
         tensors.refuse(layer, "qweight", "and qzeros must be matrices")
     assert zeros is not None
-    outputs, inputs = weight.shape[0], weight.shape[1] * _PER_WORD
-    size, groups = _sizes(tensors, layer, inputs, size)
+    outputs, inputs = weight.shape[0], weight.shape[1] * _CODES_PER_WORD
+    group_size, num_groups = _group_size_and_count(tensors, layer, inputs, group_size)
     width = zeros.shape[1]
-    if width * _PER_WORD < groups:
-        tensors.refuse(layer, "qzeros", f"is {list(zeros.shape)} for {groups} groups")
+    if width * _CODES_PER_WORD < num_groups:
+        tensors.refuse(layer, "qzeros", f"is {list(zeros.shape)} for {num_groups} groups")
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
         "zeros": tensors.take(layer, "qzeros", ("I32",), (outputs, width)),
-        "scales": tensors.take(layer, "scales", FLOATS, (outputs, width * _PER_WORD)),
+        "scales": tensors.take(layer, "scales", FLOATS, (outputs, width * _CODES_PER_WORD)),
     }
-    encoding = exact_encoding(_BITS, size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout="gemv", bits=_BITS, group=(1, size))
+    encoding = exact_encoding(_BITS, group_size, inputs)
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout="gemv", bits=_BITS, group_shape=(1, group_size)
+    )
 
 
 def _read_gemm(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
     def columns(words: Tensor) -> Tensor:  # [n, out / 8] -> [out, n]
-        count = words.shape[1] * _PER_WORD
-        ordered = unpack_bits(words, _BITS, count).view(len(words), -1, _PER_WORD)[..., list(_POSITIONS)]
+        count = words.shape[1] * _CODES_PER_WORD
+        ordered = unpack_bits(words, _BITS, count).view(len(words), -1, _CODES_PER_WORD)[
+            ..., list(_POSITIONS)
+        ]
         return ordered.flatten(1).T.contiguous()
 
     codes, zeros = columns(header.read(source, "weight")), columns(header.read(source, "zeros"))
     scales = header.read(source, "scales").T.float()
-    return read_codes(header.encoding, codes, scales, zeros, header.group[1])
+    return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1])
 
 
 def _read_gemv(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
-    inputs, size = header.shape[1], header.group[1]
+    inputs, group_size = header.shape[1], header.group_shape[1]
     codes = unpack_bits(header.read(source, "weight"), _BITS, inputs)
-    zeros = unpack_bits(header.read(source, "zeros"), _BITS, inputs // size)
-    scales = header.read(source, "scales").float()[:, : inputs // size]
-    return read_codes(header.encoding, codes, scales, zeros, size)
+    zeros = unpack_bits(header.read(source, "zeros"), _BITS, inputs // group_size)
+    scales = header.read(source, "scales").float()[:, : inputs // group_size]
+    return read_codes(header.encoding, codes, scales, zeros, group_size)

@@ -9,8 +9,8 @@ A 4-bit layer has these tensors:
 * ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): JSON text with the shape, the block sizes and the
   offset.
 
-The encodings nf4 and fp4 represent such a layer exactly if each 64 consecutive inputs of an output share a
-factor, and the table is that of the encoding. Layers with other block sizes or tables are dequantized.
+The encodings nf4 and fp4 represent such a layer exactly if the block size and the number of inputs are
+multiples of 64, and the table is that of the encoding. All other 4-bit layers are dequantized.
 
 An 8-bit layer has ``weight`` int8 and ``SCB``, which is 127 times the scale of each output.
 """
@@ -31,10 +31,10 @@ from penstock.weights.safetensors import TensorHeader, read_tensor_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STATE = "weight.quant_state.bitsandbytes__"
+_STATE_PREFIX = "weight.quant_state.bitsandbytes__"
 _TABLES = {"nf4": nf4.NUMBERS, "fp4": fp4.NUMBERS}
 _TABLE_ERROR = 1e-6  # float32 tables of other writers may differ in the last digit
-_GROUP = 64  # inputs that share a scale in the encodings
+_GROUP_SIZE = 64  # inputs that share a scale in the encodings nf4 and fp4
 _MAX_STATE_BYTES = 10_000
 """Maximum number of bytes of the JSON text of a layer."""
 
@@ -42,9 +42,9 @@ _MAX_STATE_BYTES = 10_000
 @dataclass(frozen=True, slots=True)
 class _State:
     shape: tuple[int, int]
-    block: int
-    nested_block: int
-    nested_offset: float
+    block_size: int  # consecutive weights that share a factor
+    nested_block_size: int  # consecutive factors that share a nested factor
+    nested_offset: float  # added to each dequantized factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class BitsAndBytesFormat(StoredFormat):
 
     def headers(self, config: Mapping[str, object], stored: Headers) -> Headers:
         tensors = StoredTensors(stored, self.name)
-        for kind in _TABLES:
-            for layer in list(tensors.layers(f"{_STATE}{kind}", ("U8",))):
-                _take_4_bits(tensors, layer, kind)
+        for encoding in _TABLES:
+            for layer in list(tensors.layers(f"{_STATE_PREFIX}{encoding}", ("U8",))):
+                _take_4_bits(tensors, layer, encoding)
         for layer in tensors.layers("SCB"):
             weight = tensors.peek(layer, "weight")
             if weight is None or len(weight.shape) != 2:
@@ -95,8 +95,8 @@ class BitsAndBytesFormat(StoredFormat):
 FORMAT = BitsAndBytesFormat()
 
 
-def _take_4_bits(tensors: StoredTensors, layer: str, kind: str) -> None:
-    state_name = f"{_STATE}{kind}"
+def _take_4_bits(tensors: StoredTensors, layer: str, encoding: str) -> None:
+    state_name = f"{_STATE_PREFIX}{encoding}"
     weight, text = tensors.peek(layer, "weight"), tensors.peek(layer, state_name)
     assert text is not None
     state = None if text.num_bytes > _MAX_STATE_BYTES else _parse_state(read_tensor_bytes(text))
@@ -104,19 +104,21 @@ def _take_4_bits(tensors: StoredTensors, layer: str, kind: str) -> None:
         tensors.refuse(layer, state_name, "is damaged: it must have the shape of a matrix and a blocksize")
     assert state is not None
     outputs, inputs = state.shape
-    blocks = -(-outputs * inputs // state.block)
-    size = -(-outputs * inputs // 2)
+    num_blocks = -(-outputs * inputs // state.block_size)
+    num_bytes = -(-outputs * inputs // 2)
     nested = tensors.peek(layer, "weight.nested_absmax")
-    if weight is not None and weight.num_elements != size:
+    if weight is not None and weight.num_elements != num_bytes:
         tensors.refuse(layer, "weight", f"has {weight.num_elements} bytes for {list(state.shape)}")
     parts = {
         "weight": tensors.take(layer, "weight", ("U8", "I8")),
         "table": tensors.take(layer, "weight.quant_map", ("F32",), (16,)),
-        "factors": tensors.take(layer, "weight.absmax", ("F32",) if nested is None else ("U8",), (blocks,)),
+        "factors": tensors.take(
+            layer, "weight.absmax", ("F32",) if nested is None else ("U8",), (num_blocks,)
+        ),
     }
     if nested is not None:
-        groups = -(-blocks // state.nested_block)
-        parts["nested_factors"] = tensors.take(layer, "weight.nested_absmax", ("F32",), (groups,))
+        num_nested_blocks = -(-num_blocks // state.nested_block_size)
+        parts["nested_factors"] = tensors.take(layer, "weight.nested_absmax", ("F32",), (num_nested_blocks,))
         parts["nested_table"] = tensors.take(layer, "weight.nested_quant_map", ("F32",), (256,))
     tensors.take(layer, state_name, ("U8",))
     tensors.remaining[f"{layer}.weight"] = _FourBitHeader(
@@ -125,9 +127,9 @@ def _take_4_bits(tensors: StoredTensors, layer: str, kind: str) -> None:
         state.shape,
         sum(part.num_bytes for part in (*parts.values(), text)),
         parts["weight"].stored_name,
-        encoding=kind if _is_exact(kind, state, parts["table"]) else None,
+        encoding=encoding if _is_exact(encoding, state, parts["table"]) else None,
         parts=tuple(parts.values()),
-        names=tuple(parts),
+        part_names=tuple(parts),
         state=state,
     )
 
@@ -137,36 +139,38 @@ def _parse_state(text: bytes) -> _State | None:
     try:
         fields = json.loads(text)
         outputs, inputs = fields["shape"]
-        block, nested_block = fields["blocksize"], fields.get("nested_blocksize", 256)
-        sizes = (outputs, inputs, block, nested_block)
+        block_size, nested_block_size = fields["blocksize"], fields.get("nested_blocksize", 256)
+        sizes = (outputs, inputs, block_size, nested_block_size)
         if not all(isinstance(size, int) and 0 < size < 2**31 for size in sizes):
             return None
-        return _State((outputs, inputs), block, nested_block, float(fields.get("nested_offset", 0.0)))
+        nested_offset = float(fields.get("nested_offset", 0.0))
+        return _State((outputs, inputs), block_size, nested_block_size, nested_offset)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
-def _is_exact(kind: str, state: _State, table: TensorHeader) -> bool:
-    """Return whether the encoding ``kind`` represents a layer exactly."""
-    if state.shape[1] % _GROUP or state.block % _GROUP:
+def _is_exact(encoding: str, state: _State, table: TensorHeader) -> bool:
+    """Return whether the encoding ``encoding`` represents a layer exactly."""
+    if state.shape[1] % _GROUP_SIZE or state.block_size % _GROUP_SIZE:
         return False
     numbers = struct.unpack("<16f", read_tensor_bytes(table))
-    return all(abs(a - b) < _TABLE_ERROR for a, b in zip(numbers, _TABLES[kind], strict=True))
+    return all(abs(a - b) < _TABLE_ERROR for a, b in zip(numbers, _TABLES[encoding], strict=True))
 
 
 def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Mapping[str, Tensor]:
-    """Return the tensors of a 4-bit layer in the header's encoding, or its weight as floats without one."""
+    """Return the tensors of a 4-bit layer in the header's encoding, or its float weight if that is None."""
     import torch
 
     state, factors = header.state, header.read(source, "factors")
     if header.part("nested_factors"):
-        outer = header.read(source, "nested_factors").repeat_interleave(state.nested_block)[: len(factors)]
-        factors = header.read(source, "nested_table")[factors.int()] * outer + state.nested_offset
+        nested_factors = header.read(source, "nested_factors")
+        nested_factors = nested_factors.repeat_interleave(state.nested_block_size)[: len(factors)]
+        factors = header.read(source, "nested_table")[factors.int()] * nested_factors + state.nested_offset
     packed = header.read(source, "weight").view(torch.uint8).flatten()
     indices = torch.stack([packed >> 4, packed & 15], dim=1).flatten()
-    count = state.shape[0] * state.shape[1]
+    num_weights = state.shape[0] * state.shape[1]
     if header.encoding is not None:
-        scales = factors.repeat_interleave(state.block // _GROUP)[: count // _GROUP]
+        scales = factors.repeat_interleave(state.block_size // _GROUP_SIZE)[: num_weights // _GROUP_SIZE]
         return {"weight": indices.view(state.shape), "scales": scales.view(state.shape[0], -1)}
-    numbers = header.read(source, "table")[indices.int()][:count]
-    return {"weight": (numbers * factors.repeat_interleave(state.block)[:count]).view(state.shape)}
+    numbers = header.read(source, "table")[indices.int()][:num_weights]
+    return {"weight": (numbers * factors.repeat_interleave(state.block_size)[:num_weights]).view(state.shape)}

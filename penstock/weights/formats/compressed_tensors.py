@@ -4,14 +4,14 @@
 determine its type:
 
 * ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of a word. A code of b bits is
-  the integer plus 2^(b - 1). It can span two words. Files of older writers leave the rest of a word unused
-  instead. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is packed in the same way along its
-  outputs.
+  the integer plus 2^(b - 1). A code can span two words. Files of older writers instead leave the bits of a
+  word unused that do not hold a whole code. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is
+  packed in the same way along its outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
 ``weight_g_idx`` contains the group of each input, if inputs are not sorted by group (``actorder``). The
-reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
+reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.weights.formats._stored import (
     LayerHeader,
     StoredFormat,
     StoredTensors,
-    scale_group,
+    scale_group_shape,
     unpack_bits,
 )
 from penstock.weights.safetensors import TensorHeader
@@ -38,7 +38,7 @@ from penstock.weights.safetensors import TensorHeader
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WORD = 32  # bits
+_WORD_BITS = 32
 
 
 class CompressedTensorsFormat(StoredFormat):
@@ -96,8 +96,8 @@ def _refuse_transforms(section: Mapping[str, object]) -> None:
 def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[str, object]:
     """Return the settings of a layer's weight from its group; an empty mapping if no group has the layer.
 
-    If several groups have a target for the layer, a target that is the layer's name or the end of
-    it has precedence over a regular expression, and a regular expression over the class ``Linear``.
+    If several groups have a target for the layer, a target that is the name of the layer, or the last part of
+    the name, has precedence over a regular expression, and a regular expression over the class ``Linear``.
     """
 
     def precedence(target: str) -> int:
@@ -128,33 +128,48 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
             layer, "weight_packed", "and weight_scale must be matrices with one row for each output"
         )
     assert scale is not None
-    outputs, groups, size = packed.shape[0], scale.shape[1], weights.get("group_size")
-    inputs = packed.shape[1] * _WORD // bits
-    if groups > 1:
-        if not isinstance(size, int) or size < 1 or packed.shape[1] not in _num_words(groups * size, bits):
+    outputs, num_groups, given_size = packed.shape[0], scale.shape[1], weights.get("group_size")
+    inputs = packed.shape[1] * _WORD_BITS // bits
+    if num_groups > 1:
+        if (
+            not isinstance(given_size, int)
+            or given_size < 1
+            or packed.shape[1] not in _num_words(num_groups * given_size, bits)
+        ):
             tensors.refuse(
                 layer,
                 "weight_scale",
-                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {size!r}",
+                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {given_size!r}",
             )
-        assert isinstance(size, int)
-        inputs = groups * size
+        assert isinstance(given_size, int)
+        inputs = num_groups * given_size
     shape = (outputs, inputs)
-    group_size = inputs if groups == 1 else inputs // groups
-    encoding, order = exact_encoding(bits, group_size, inputs), b""
+    group_size = inputs if num_groups == 1 else inputs // num_groups
+    encoding, input_order = exact_encoding(bits, group_size, inputs), b""
     input_groups = tensors.peek(layer, "weight_g_idx")
     if input_groups is not None and input_groups.shape == (inputs,):
-        encoding, order = find_input_order(encoding, tensors, layer, "weight_g_idx", group_size, groups)
+        encoding, input_order = find_input_order(
+            encoding, tensors, layer, "weight_g_idx", group_size, num_groups
+        )
     parts = {
         "packed": tensors.take(layer, "weight_packed", ("I32",)),
         "scale": tensors.take(layer, "weight_scale", FLOATS),
         "zero": tensors.take_optional(
-            layer, "weight_zero_point", ("I32",), *((rows, groups) for rows in _num_words(outputs, bits))
+            layer, "weight_zero_point", ("I32",), *((rows, num_groups) for rows in _num_words(outputs, bits))
         ),
         "shape": tensors.take_optional(layer, "weight_shape", ("I64", "I32"), (2,)),
         "input_groups": tensors.take_optional(layer, "weight_g_idx", ("I32", "I64"), (inputs,)),
     }
-    tensors.put(layer, shape, encoding, parts, layout="packed", bits=bits, group=(1, group_size), order=order)
+    tensors.put(
+        layer,
+        shape,
+        encoding,
+        parts,
+        layout="packed",
+        bits=bits,
+        group_shape=(1, group_size),
+        input_order=input_order,
+    )
 
 
 def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -180,7 +195,7 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
             header.file, f"{header.stored_name}: weight_g_idx refers to groups that do not exist"
         )
     codes = header.sorted_inputs(codes)
-    return read_codes(header.encoding, codes, scales, zeros, header.group[1], groups)
+    return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1], groups)
 
 
 def _unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -189,14 +204,14 @@ def _unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
     if words.shape[1] == _num_words(count, bits)[0]:
         return unpack_bits(words, bits, count)
-    shifts = torch.arange(_WORD // bits) * bits
+    shifts = torch.arange(_WORD_BITS // bits) * bits
     codes = words[..., None] >> shifts & (1 << bits) - 1
     return codes.flatten(1)[:, :count].to(torch.uint8)
 
 
 def _num_words(count: int, bits: int) -> tuple[int, int]:
     """Return the numbers of words for ``count`` codes: with codes that span two words, and without."""
-    return -(-count * bits // _WORD), -(-count // (_WORD // bits))
+    return -(-count * bits // _WORD_BITS), -(-count // (_WORD_BITS // bits))
 
 
 def _take_integers(tensors: StoredTensors, layer: str) -> None:
@@ -205,32 +220,32 @@ def _take_integers(tensors: StoredTensors, layer: str) -> None:
     if len(weight.shape) != 2:
         return
     shape = (weight.shape[0], weight.shape[1])
-    groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
-    size = -(-shape[1] // max(groups, 1))
-    group = None if scale is None else scale_group(scale.shape, shape, (1, size))
-    if scale is not None and group is None:
+    num_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+    group_size = -(-shape[1] // max(num_groups, 1))
+    group_shape = None if scale is None else scale_group_shape(scale.shape, shape, (1, group_size))
+    if scale is not None and group_shape is None:
         tensors.refuse(layer, "weight_scale", f"is {list(scale.shape)} for a weight of {list(shape)}")
     scale_header = tensors.take(layer, "weight_scale", FLOATS)
     zero = tensors.take_optional(layer, "weight_zero_point", ("I8", "I32"), scale_header.shape)
-    assert group is not None
-    is_plain = group[1] == shape[1] and zero is None
-    encoding = "int8" if is_plain else exact_encoding(8, group[1], shape[1])
+    assert group_shape is not None
+    is_plain = group_shape[1] == shape[1] and zero is None
+    encoding = "int8" if is_plain else exact_encoding(8, group_shape[1], shape[1])
     parts = {"weight": tensors.take(layer, "weight", ("I8",)), "scale": scale_header, "zero": zero}
-    tensors.put(layer, shape, encoding, parts, layout="integers", bits=8, group=group)
+    tensors.put(layer, shape, encoding, parts, layout="integers", bits=8, group_shape=group_shape)
 
 
 def _read_integers(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
     import torch
 
     weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
-    outputs, columns = header.shape[0], -(-header.shape[1] // header.group[1])
+    outputs, columns = header.shape[0], -(-header.shape[1] // header.group_shape[1])
     scales = scales.reshape(-1, columns).expand(outputs, columns)
     if header.encoding == "int8":
         return "int8", {"weight": weight, "scales": scales[:, 0].contiguous()}
     zeros = header.read(source, "zero").int() if header.part("zero") else torch.zeros(1, 1, dtype=torch.int32)
     zeros = (zeros.reshape(-1, zeros.shape[-1] if zeros.dim() > 1 else 1) + 128).expand(outputs, columns)
     codes = (weight.short() + 128).to(torch.uint8)
-    return read_codes(header.encoding, codes, scales, zeros, header.group[1])
+    return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1])
 
 
 def _as_mapping(value: object) -> Mapping[str, object]:

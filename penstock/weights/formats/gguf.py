@@ -1,6 +1,6 @@
-"""GGUF: layers in blocks of many types.
+"""GGUF: tensors in blocks, whose type differs between tensors.
 
-Matrices of the types in `_ENCODINGS` keep their codes and scales. Other tensors are read as floats.
+Matrices of the block types in `_ENCODINGS` keep their codes and scales. Other tensors are read as floats.
 """
 
 from __future__ import annotations

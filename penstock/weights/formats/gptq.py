@@ -8,7 +8,7 @@ A layer ``[out, in]`` is stored transposed:
   format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
 * ``g_idx`` int32 ``[in]``, optional: the group of each input. With ``desc_act``, inputs are not sorted by
-  group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.order`).
+  group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""Number of bits of a code -> the word in which every code is 1.
+"""Number of bits of a code -> the word in which each code is 1.
 
-The writer subtracted this word from each word of zero points. Adding it restores the zero points, because the
-carries of the addition undo the borrows of the subtraction.
+Writers of the first version subtract this word from each word of zero points. Adding it restores the zero
+points, because the carries of the addition undo the borrows of the subtraction.
 """
 
 
@@ -69,31 +69,31 @@ FORMAT = GPTQFormat()
 
 
 def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], version: object) -> None:
-    weight, order, scales = (tensors.peek(layer, part) for part in ("qweight", "g_idx", "scales"))
+    weight, group_index, scales = (tensors.peek(layer, part) for part in ("qweight", "g_idx", "scales"))
     assert weight is not None
     bits = section.get("bits")
     if len(weight.shape) != 2 or 0 in weight.shape or scales is None or len(scales.shape) != 2:
         tensors.refuse(layer, "qweight", "and scales must be matrices")
     assert scales is not None
     rows, outputs = weight.shape
-    if order is not None and len(order.shape) == 1 and order.shape[0]:
-        bits = rows * 32 // order.shape[0]  # a layer can have another number of bits than the configuration
+    if group_index is not None and len(group_index.shape) == 1 and group_index.shape[0]:
+        bits = rows * 32 // group_index.shape[0]  # a layer can have other bits than the configuration
     if not isinstance(bits, int) or bits not in BITS or rows * 32 % bits:
         tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
     assert isinstance(bits, int)
-    inputs, groups = rows * 32 // bits, scales.shape[0]
-    size = section.get("group_size")
-    if not isinstance(size, int) or size < 1 or -(-inputs // size) != groups:
-        size = -(-inputs // max(groups, 1))
-    if not groups or -(-inputs // size) != groups:
-        tensors.refuse(layer, "scales", f"has {groups} groups for {inputs} inputs")
-    encoding, sorted_inputs = exact_encoding(bits, size, inputs), b""
-    if section.get("desc_act") and order is not None and order.shape == (inputs,):
-        encoding, sorted_inputs = find_input_order(encoding, tensors, layer, "g_idx", size, groups)
+    inputs, num_groups = rows * 32 // bits, scales.shape[0]
+    group_size = section.get("group_size")
+    if not isinstance(group_size, int) or group_size < 1 or -(-inputs // group_size) != num_groups:
+        group_size = -(-inputs // max(num_groups, 1))
+    if not num_groups or -(-inputs // group_size) != num_groups:
+        tensors.refuse(layer, "scales", f"has {num_groups} groups for {inputs} inputs")
+    encoding, input_order = exact_encoding(bits, group_size, inputs), b""
+    if section.get("desc_act") and group_index is not None and group_index.shape == (inputs,):
+        encoding, input_order = find_input_order(encoding, tensors, layer, "g_idx", group_size, num_groups)
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
-        "scales": tensors.take(layer, "scales", FLOATS, (groups, outputs)),
-        "zeros": tensors.take(layer, "qzeros", ("I32",), (groups, -(-outputs * bits // 32))),
+        "scales": tensors.take(layer, "scales", FLOATS, (num_groups, outputs)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (num_groups, -(-outputs * bits // 32))),
         "input_groups": tensors.take_optional(layer, "g_idx", ("I32",), (inputs,)),
     }
     tensors.put(
@@ -103,15 +103,15 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
         parts,
         layout=str(version),
         bits=bits,
-        group=(1, size),
-        order=sorted_inputs,
+        group_shape=(1, group_size),
+        input_order=input_order,
     )
 
 
 def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
     import torch
 
-    (outputs, inputs), bits, size = header.shape, header.bits, header.group[1]
+    (outputs, inputs), bits, group_size = header.shape, header.bits, header.group_shape[1]
     codes = unpack_bits(header.read(source, "weight").T, bits, inputs)
     words, is_version_1 = header.read(source, "zeros"), header.layout == "gptq"
     if is_version_1 and bits in _ONES:
@@ -121,10 +121,10 @@ def _read(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mappin
         zeros = zeros + 1 & (1 << bits) - 1
     groups = header.read(source, "input_groups") if header.part("input_groups") else None
     scales = header.read(source, "scales").T.float()
-    if groups is not None and torch.equal(groups, torch.arange(inputs, dtype=torch.int32) // size):
+    if groups is not None and torch.equal(groups, torch.arange(inputs, dtype=torch.int32) // group_size):
         groups = None
     if groups is not None and not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1]:
         raise WeightsError(header.file, f"{header.stored_name}: g_idx refers to groups that do not exist")
-    if groups is not None and header.encoding is not None and not header.order:
+    if groups is not None and header.encoding is not None and not header.input_order:
         raise WeightsError(header.file, f"{header.stored_name}: g_idx is not sorted, but desc_act is not set")
-    return read_codes(header.encoding, header.sorted_inputs(codes), scales, zeros.T, size, groups)
+    return read_codes(header.encoding, header.sorted_inputs(codes), scales, zeros.T, group_size, groups)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 32
-"""Number of weights that share a scale."""
+"""Number of weights in a block, which share a scale."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -87,7 +87,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the weights in ``blocks [..., G, 16]`` with ``scales [..., G]``, both uint8.
+    """Return the weights stored in ``blocks [..., G, 16]`` with ``scales [..., G]``, both uint8.
 
     Returns:
         ``[..., 32 G]`` bfloat16. All values are exact unless they exceed the range of bfloat16.
@@ -112,7 +112,7 @@ def _check(blocks: TensorHeader, scales: TensorHeader | None, name: str) -> None
     """Check that the types and shapes of blocks and scales are consistent.
 
     Raises:
-        WeightsError: they are not, or the scales are missing. The message names the tensors.
+        WeightsError: a type or a shape is wrong, or the scales are missing. The message names the tensors.
     """
     faults = []
     if scales is None:

@@ -1,8 +1,8 @@
 """torchao: integers of up to 8 bits and 8-bit floats, in torchao's flattened safetensors form.
 
 A layer has the tensors ``_weight_qdata`` and ``_weight_scale``. A layer of integers may also have
-``_weight_zero_point``, which ``Int4Tensor`` requires. The metadata of a file contain the class of each
-weight:
+``_weight_zero_point``; a layer of class ``Int4Tensor`` must have it. The metadata of a file contain the class
+of each weight:
 
 * ``Int8Tensor`` and ``Float8Tensor``: 8-bit integers or floats ``[out, in]`` with a scale for each output.
 * ``IntxUnpackedToInt8Tensor``: integers of few bits, each in a byte, with scales and integer zero points
@@ -23,7 +23,13 @@ from penstock.errors import WeightsError
 from penstock.weights.formats import Headers, TensorReader, quant_method
 from penstock.weights.formats._codes import exact_encoding, read_codes
 from penstock.weights.formats._fp8 import E4M3, LAYOUT, read_fp8
-from penstock.weights.formats._stored import FLOATS, GROUP, LayerHeader, StoredFormat, StoredTensors
+from penstock.weights.formats._stored import (
+    FLOATS,
+    GROUP_SIZE_MULTIPLE,
+    LayerHeader,
+    StoredFormat,
+    StoredTensors,
+)
 from penstock.weights.safetensors import TensorHeader, read_metadata, read_tensor_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 
 _DATA, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _INT4_CLASS = "Int4Tensor"
-_READABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor", _INT4_CLASS)
+_READABLE_CLASSES = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor", _INT4_CLASS)
 _INT4_ENCODING = "q4_z"
 
 
@@ -51,21 +57,22 @@ class TorchAOFormat(StoredFormat):
             data, scale = tensors.peek(layer, _DATA), tensors.peek(layer, _SCALE)
             assert data is not None
             description = descriptions.get(data.stored_name.replace(f".{_DATA}", ".weight"), {})
-            kind = description.get("_type")
+            weight_class = description.get("_type")
             is_matrix = len(data.shape) == 2 and 0 not in data.shape
-            if kind not in (None, *_READABLE) or data.type_name not in ("I8", "U8", E4M3) or not is_matrix:
-                problem = f"is {kind or ''} {data.type_name} {list(data.shape)}".replace("  ", " ")
-                tensors.refuse(layer, _DATA, f"{problem}: {' and '.join(_READABLE)} can be read")
+            is_readable = weight_class in (None, *_READABLE_CLASSES) and data.type_name in ("I8", "U8", E4M3)
+            if not is_readable or not is_matrix:
+                problem = f"is {weight_class or ''} {data.type_name} {list(data.shape)}".replace("  ", " ")
+                tensors.refuse(layer, _DATA, f"{problem}: {' and '.join(_READABLE_CLASSES)} can be read")
             if tensors.peek(layer, "_weight_act_pre_scale") is not None:
                 tensors.refuse(
                     layer, _DATA, "needs scaled activations (act_pre_scale), which are not supported"
                 )
             if data.type_name == E4M3:
                 _take_floats(tensors, layer)
-            elif kind == _INT4_CLASS or (kind is None and _is_packed(data, scale)):
+            elif weight_class == _INT4_CLASS or (weight_class is None and _is_packed(data, scale)):
                 _take_packed(tensors, layer)
             else:
-                _take_integers(tensors, layer, _count_bits(description))
+                _take_integers(tensors, layer, _num_bits(description))
         return tensors.remaining
 
     def read_linear(
@@ -94,7 +101,7 @@ def _descriptions(stored: Headers) -> Mapping[str, Mapping[str, object]]:
     return descriptions
 
 
-def _count_bits(description: Mapping[str, object]) -> int:
+def _num_bits(description: Mapping[str, object]) -> int:
     """Return the number of bits of a weight's integers; 8 if the metadata have no smaller number."""
     data = description.get("_data")
     dtype = data.get("target_dtype") if isinstance(data, dict) else None
@@ -103,7 +110,7 @@ def _count_bits(description: Mapping[str, object]) -> int:
 
 
 def _is_packed(data: TensorHeader, scale: TensorHeader | None) -> bool:
-    """Return whether a weight without metadata has two integers in a byte. Its scales are transposed then."""
+    """Return whether a weight without metadata has two integers in a byte, by its transposed scales."""
     shape = scale.shape if scale else ()
     return len(shape) == 2 and shape[0] != data.shape[0] and shape[1] == data.shape[0]
 
@@ -112,7 +119,7 @@ def _take_floats(tensors: StoredTensors, layer: str) -> None:
     data = tensors.take(layer, _DATA, (E4M3,))
     shape = (data.shape[0], data.shape[1])
     parts = {"weight": data, "scale": tensors.take(layer, _SCALE, FLOATS, (shape[0], 1))}
-    tensors.put(layer, shape, "fp8", parts, layout=LAYOUT, bits=8, group=(1, shape[1]))
+    tensors.put(layer, shape, "fp8", parts, layout=LAYOUT, bits=8, group_shape=(1, shape[1]))
 
 
 def _num_groups(tensors: StoredTensors, layer: str, inputs: int, *, axis: int) -> int:
@@ -137,13 +144,15 @@ def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
         "scale": tensors.take(layer, _SCALE, FLOATS, (outputs, groups)),
         "zero": tensors.take_optional(layer, _ZERO, ("I8",), (outputs, groups)),
     }
-    zero, size = parts["zero"], inputs // groups
+    zero, group_size = parts["zero"], inputs // groups
     has_zeros = zero is not None and any(read_tensor_bytes(zero)) if groups == 1 else True
     if bits == 8 and groups == 1 and not has_zeros:
-        tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group=(1, inputs))
+        tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group_shape=(1, inputs))
         return
-    encoding = exact_encoding(bits, size, inputs)
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout="groups", bits=bits, group=(1, size))
+    encoding = exact_encoding(bits, group_size, inputs)
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout="groups", bits=bits, group_shape=(1, group_size)
+    )
 
 
 def _take_packed(tensors: StoredTensors, layer: str) -> None:
@@ -155,9 +164,11 @@ def _take_packed(tensors: StoredTensors, layer: str) -> None:
         "scale": tensors.take(layer, _SCALE, FLOATS, (groups, outputs)),
         "zero": tensors.take(layer, _ZERO, FLOATS, (groups, outputs)),
     }
-    size = inputs // groups
-    encoding = _INT4_ENCODING if size % GROUP == 0 or groups == 1 else None
-    tensors.put(layer, (outputs, inputs), encoding, parts, layout=_INT4_CLASS, bits=4, group=(1, size))
+    group_size = inputs // groups
+    encoding = _INT4_ENCODING if group_size % GROUP_SIZE_MULTIPLE == 0 or groups == 1 else None
+    tensors.put(
+        layer, (outputs, inputs), encoding, parts, layout=_INT4_CLASS, bits=4, group_shape=(1, group_size)
+    )
 
 
 def _read_rows(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -169,19 +180,20 @@ def _read_groups(source: TensorReader, header: LayerHeader) -> tuple[str | None,
     import torch
 
     weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
-    half = 8 if header.bits <= 4 else 128
-    codes = weight.short() + half
-    zeros = (
-        header.read(source, "zero").int() + half if header.part("zero") else torch.full(scales.shape, half)
-    )
-    if not 0 <= int(codes.min()) <= int(codes.max()) < 2 * half or int(zeros.min()) < 0:
-        low, high, zero = int(weight.min()), int(weight.max()), int(zeros.min()) - half
+    code_offset = 8 if header.bits <= 4 else 128  # a code is an integer plus this offset
+    codes = weight.short() + code_offset
+    if header.part("zero"):
+        zeros = header.read(source, "zero").int() + code_offset
+    else:
+        zeros = torch.full(scales.shape, code_offset)
+    if not 0 <= int(codes.min()) <= int(codes.max()) < 2 * code_offset or int(zeros.min()) < 0:
+        low, high, zero = int(weight.min()), int(weight.max()), int(zeros.min()) - code_offset
         raise WeightsError(
             header.file,
             f"{header.stored_name} has integers from {low} to {high} and a smallest zero point of {zero}, "
             f"which do not fit into {header.bits} bits",
         )
-    return read_codes(header.encoding, codes.to(torch.uint8), scales, zeros, header.group[1])
+    return read_codes(header.encoding, codes.to(torch.uint8), scales, zeros, header.group_shape[1])
 
 
 def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
@@ -189,14 +201,14 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
 
     from penstock.kernels.codes import split_scales
 
-    packed, size = header.read(source, "weight").view(torch.uint8), header.group[1]
+    packed, group_size = header.read(source, "weight").view(torch.uint8), header.group_shape[1]
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1) ^ 8  # signed -> offset by 8
     scales, zeros = (header.read(source, name).T.float() for name in ("scale", "zero"))
     if header.encoding is None:
-        input_scales, input_zeros = (groups.repeat_interleave(size, 1) for groups in (scales, zeros))
+        input_scales, input_zeros = (groups.repeat_interleave(group_size, 1) for groups in (scales, zeros))
         return None, {"weight": (codes.float() - 8) * input_scales + input_zeros}
     halves, row_scales = split_scales(torch.cat([scales, zeros], dim=1))
-    groups = -(-codes.shape[1] // GROUP)
-    repeats = groups if size >= codes.shape[1] else size // GROUP
+    groups = -(-codes.shape[1] // GROUP_SIZE_MULTIPLE)
+    repeats = groups if group_size >= codes.shape[1] else group_size // GROUP_SIZE_MULTIPLE
     halves, minima = (half.repeat_interleave(repeats, 1) for half in halves.chunk(2, dim=1))
     return header.encoding, {"weight": codes, "scales": halves, "minima": -minima, "row_scales": row_scales}

@@ -12,12 +12,12 @@ from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, StepCostT
 from penstock.bench.simulation.trace import SimulatedConversation, TraceShape, Turn, make_trace
 from penstock.errors import InputError
 
-LIMITS = WorkerLimits(
+WORKER_LIMITS = WorkerLimits(
     max_length=1024, max_batch_size=16, max_batch_input_tokens=512, num_blocks=256, block_size=16
 )
-# Each row takes 1 ms. All other costs are 0, so expected times can be calculated by hand.
+# Each token of a step takes 1 ms. All other costs are 0, so expected times can be calculated by hand.
 COSTS = ClusterCosts(
-    {}, LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
+    {}, WORKER_LIMITS, StepCostTable([1, 2], [0.001, 0.002], 0.0, 0.0), RouterCosts(), message_seconds=0.0
 )
 
 
@@ -34,7 +34,7 @@ def test_events_run_in_order_of_time() -> None:
     assert event_names == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
 
 
-def test_a_busy_server_queues_its_jobs() -> None:
+def test_a_busy_server_queues_its_tasks() -> None:
     clock, end_times = Clock(), []
     server = BusyServer(clock)
     for time in (0.0, 0.1, 5.0):
@@ -59,7 +59,7 @@ def test_the_latency_of_a_request_is_the_sum_of_its_steps() -> None:
     assert (first_outcome.first_token_time, first_outcome.end_time) == pytest.approx((0.1, 0.109))
     assert (second_outcome.first_token_time, second_outcome.end_time) == pytest.approx((1.107, 1.149))
     assert report.num_requests == 1  # The first request is in the warm-up, which is not counted.
-    assert report.first_token_time == pytest.approx((0.107, 0.107))
+    assert report.first_token_latency == pytest.approx((0.107, 0.107))
     assert report.latency == pytest.approx((0.149, 0.149))
     assert report.hit_rate == 0
 
@@ -72,7 +72,7 @@ def test_latency_includes_router_decisions_and_messages() -> None:
     costs = msgspec.structs.replace(COSTS, router=router, message_seconds=0.1)
     report = Cluster(costs, 2, "random").run(trace)
     decision_seconds, step_seconds, result_seconds = 0.01 + 2 * 0.001 + 6 * 0.002, 0.096, 0.008
-    assert report.first_token_time[0] == pytest.approx(
+    assert report.first_token_latency[0] == pytest.approx(
         decision_seconds + 0.1 + step_seconds + 0.1 + result_seconds
     )
     assert report.router_utilization == pytest.approx(decision_seconds + result_seconds, rel=0.1)
@@ -95,7 +95,7 @@ def test_prefix_aware_routing_has_a_higher_hit_rate_and_is_deterministic() -> No
     trace = make_trace(shape)
     reports = {policy: Cluster(costs, 4, policy).run(trace) for policy in POLICIES}
     assert reports["prefix-aware"].hit_rate > 1.2 * reports["random"].hit_rate
-    assert reports["prefix-aware"].first_token_time[0] < reports["random"].first_token_time[0]
+    assert reports["prefix-aware"].first_token_latency[0] < reports["random"].first_token_latency[0]
     assert Cluster(costs, 4, "prefix-aware").run(trace) == reports["prefix-aware"]
 
 
@@ -104,7 +104,7 @@ def test_the_waiting_time_of_one_worker_agrees_with_queueing_theory() -> None:
 
     The expected waiting time is rho / (2 (1 - rho)) = 1.17 service times.
     """
-    limits = msgspec.structs.replace(LIMITS, max_batch_size=1, max_batch_input_tokens=128)
+    limits = msgspec.structs.replace(WORKER_LIMITS, max_batch_size=1, max_batch_input_tokens=128)
     costs = msgspec.structs.replace(COSTS, limits=limits)
     rng = np.random.default_rng(3)
     arrival_times = np.cumsum(rng.exponential(0.1 / 0.7, 3000))
@@ -126,6 +126,6 @@ def test_the_capacity_of_a_worker_is_computed_from_the_seconds_per_token() -> No
     assert capacity(COSTS, shape) == pytest.approx(1 / (0.001 * mean_tokens))
 
 
-def test_a_trace_that_is_too_short_is_refused() -> None:
+def test_a_trace_with_only_one_conversation_is_refused() -> None:
     with pytest.raises(InputError, match="different times"):
         Cluster(COSTS, 1, "random").run([SimulatedConversation("a", 0.0, (make_turn(0, 8, 1),))])

@@ -159,7 +159,7 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "accepted", "rejected"), CASES, ids=lambda value: str(value)[:40])
-def test_the_grammar_accepts_valid_texts_and_rejects_others(
+def test_the_grammar_accepts_and_rejects_the_listed_texts(
     schema: Any, accepted: list[str], rejected: list[str]
 ) -> None:
     grammar = compile_schema(schema)

@@ -1,4 +1,4 @@
-"""Encodings with zero points, 8-bit floats and blocks: every instruction set against the definition."""
+"""Products with zero points, 8-bit floats and blocks agree with the definition on every instruction set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ENCODINGS = ["uint4", "uint8", "fp8", *BLOCKS]
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (65, 1540)]
 """Numbers of outputs and inputs.
 
-They give whole and partial panels, inputs that are no multiple of 2, 4, 32 or 128, and several blocks.
+They cover whole and partial panels, numbers of inputs that are no multiple of 2, 4, 32 or 128, and several
+blocks of inputs.
 """
 
 
@@ -32,7 +33,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Return random tensors of an encoding. Codes have every value, except that no 8-bit float is NaN."""
+    """Return random tensors of an encoding. No 8-bit float is NaN."""
     if encoding in BLOCKS:
         return random_blocks(encoding, outputs, inputs)
     if encoding == "fp8":
@@ -111,9 +112,9 @@ def test_packed_panels_equal_the_definition(ops: CpuOps, encoding: str) -> None:
         (torch.rand(100, 3), (64, 1)),
         (torch.ones(1, 1).expand(100, 3), (0, 1)),
     ],
-    ids=["per output", "per block", "per output and group", "per tensor"],
+    ids=["per output", "per group", "per output and group", "per tensor"],
 )
-def test_products_with_every_shape_of_fp8_scales_agree(
+def test_products_with_every_stride_of_fp8_scales_agree_with_the_definition(
     ops: CpuOps, scales: torch.Tensor, strides: tuple[int, int]
 ) -> None:
     rows = random_rows("fp8", 100, 300) | {"scales": scales.contiguous()}
@@ -156,7 +157,9 @@ def table_choice() -> Iterator[ctypes.c_int32]:
 
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
 @pytest.mark.parametrize("outputs", [1, 70, 256])
-def test_tables_of_8_bit_floats_change_no_bits(table_choice: ctypes.c_int32, outputs: int) -> None:
+def test_decoding_8_bit_floats_with_tables_changes_no_bits(
+    table_choice: ctypes.c_int32, outputs: int
+) -> None:
     if not table_choice.value:
         pytest.skip("this CPU has no AVX-512 VBMI")
     torch.manual_seed(0)
@@ -181,7 +184,7 @@ def test_every_8_bit_float_is_decoded_exactly_without_tables(table_choice: ctype
 
 @pytest.mark.parametrize("encoding", BLOCKS)
 def test_every_code_of_a_block_encoding_is_decoded(ops: CpuOps, encoding: str) -> None:
-    """The only input is 1, so each output is a weight."""
+    """The weight has one input, and the activation is 1, so each output is a weight."""
     linear_encoding = encoding_named(encoding)
     rows = random_blocks(encoding, 256, 1)
     rows["weight"] = (torch.arange(256)[:, None] % (1 << linear_encoding.bits)).to(torch.uint8)
@@ -190,7 +193,7 @@ def test_every_code_of_a_block_encoding_is_decoded(ops: CpuOps, encoding: str) -
         rows["weight"] = rows["weight"].flip(0).contiguous()
     expected = linear_encoding.unpack(rows)[:, 0]
     y = ops.linear(torch.ones(1, 1), ops.pack_quantized(rows, encoding))[0]
-    # The kernel may overflow before it scales a product.
+    # The kernel may overflow before it multiplies a product by the scale.
     is_comparable = expected.isfinite() & (expected.abs() < 1e38)
     assert int(is_comparable.sum()) > 200
     # The kernel rounds nf4 values to 16 bits. Subtracting a zero point of q4_z cancels leading bits.
@@ -207,7 +210,7 @@ def test_a_nan_in_a_block_affects_only_its_output(ops: CpuOps, encoding: str) ->
     assert y.isnan().all(0).tolist() == [False, True, False]
 
 
-def test_a_nan_code_affects_only_its_output(ops: CpuOps) -> None:
+def test_a_nan_code_affects_only_its_output_and_a_nan_weight_only_its_scale(ops: CpuOps) -> None:
     rows = random_rows("fp8", 3, 200)
     rows["weight"][1, 150] = 0x7F
     y = ops.linear(torch.ones(8, 200).bfloat16(), ops.pack_quantized(rows, "fp8"))
@@ -228,7 +231,7 @@ def test_split_scales_are_exact_at_every_magnitude() -> None:
 
 
 @pytest.mark.parametrize("group_size", [32, 96, 128, 320])
-def test_group_codes_keep_the_numbers_of_every_group_size(group_size: int) -> None:
+def test_group_codes_represent_the_same_weights_for_every_group_size(group_size: int) -> None:
     """The last group may be shorter than the others."""
     torch.manual_seed(0)
     codes = torch.randint(0, 16, (5, 300)).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Compiled encoder steps: attention without a KV cache, several calls per step, refusals, memory."""
+"""Compiled encoder steps: attention without a KV cache, several library calls per step, refusals, memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def double(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Step, dict[str, Tensor]]:
-    """Return an encoder block over sequences of these lengths, and its inputs."""
+    """Return a step of three encoder attentions over sequences of these lengths, and its inputs."""
     qkv = ops.pack_linear(torch.randn(3 * width, width) / width**0.5, "float32")
     offsets = torch.tensor([0, *accumulate(lengths)]).int()
     blocks = ops.sequence_blocks(offsets)
@@ -96,8 +96,8 @@ def test_a_plan_without_enough_scratch_memory_is_refused(ops: CpuOps) -> None:
         CompiledPlan(plan, ops, inputs, arena, CoreContention())
 
 
-def test_attention_with_lengths_or_bias_is_not_recorded(ops: CpuOps) -> None:
-    """A recorded step would use the lengths and the bias of the recording in each replay."""
+def test_attention_without_given_blocks_or_with_a_bias_is_not_recorded(ops: CpuOps) -> None:
+    """A recorded step would use the sequence lengths and the bias of the recording in each replay."""
     x, offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
     graphs = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
     for key, fields, reason in (

@@ -1,4 +1,4 @@
-"""Experts in one call: bit-equal to the same operations, one expert at a time."""
+"""The experts kernel is bit-equal to computing one expert at a time with the kernels of linear layers."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_layers_in_different_encodings_are_bit_equal_to_separate_experts(
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.usefixtures("_restore_num_threads")
 def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
-    """The layers have more panels than one task computes, and more inputs than one block of the kernel."""
+    """The layers have more panels than a thread computes at once, and more inputs than a block has."""
     experts = pack_experts(ops, 3, 1100, 700, encoding)
     for rows in (1, 2, 30):
         x, (topk_weights, topk_ids) = random_activations(rows, 1100, encoding), random_routes(rows, 3, 2)
@@ -132,7 +132,7 @@ def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encodi
 
 @pytest.mark.parametrize("encoding", ["float32", "int4"])
 @pytest.mark.usefixtures("_restore_num_threads")
-def test_more_assignments_than_one_pass_are_bit_equal(ops: CpuOps, encoding: str) -> None:
+def test_more_row_expert_pairs_than_one_round_are_bit_equal(ops: CpuOps, encoding: str) -> None:
     rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
     x, (topk_weights, topk_ids) = random_activations(rows, 128, encoding), random_routes(rows, 6, 4)
     # The ids are unsorted, and every row uses expert 5.
@@ -175,10 +175,10 @@ def test_an_invalid_expert_id_is_refused(ops: CpuOps, invalid_id: int, rows: int
         ops.experts(x, experts, topk_weights, topk_ids, "silu")
 
 
-def test_unsupported_arguments_fall_back_to_the_reference(ops: CpuOps) -> None:
+def test_experts_without_kernel_support_equal_separate_experts(ops: CpuOps) -> None:
     x, (topk_weights, topk_ids) = random_activations(9, 64, "float32"), random_routes(9, 4, 2)
     plain_experts = pack_experts(ops, 4, 64, 64, "float32")
-    reference = PackedExperts(
+    experts_in_rows = PackedExperts(
         tuple(
             ReferenceOps().pack_linear(torch.randn(128, 64), "float32", bias=linear.bias)
             for linear in plain_experts.gate_up
@@ -193,12 +193,12 @@ def test_unsupported_arguments_fall_back_to_the_reference(ops: CpuOps) -> None:
         tuple(replace(linear, bias=None) for linear in plain_experts.gate_up[:1]) + plain_experts.gate_up[1:],
         plain_experts.down,
     )
-    for experts in (reference, mixed_experts, biased_experts):
+    for experts in (experts_in_rows, mixed_experts, biased_experts):
         actual = ops.experts(x, experts, topk_weights, topk_ids, "silu")
         assert torch.equal(actual, run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu"))
     no_adapters = LoRAInputs(torch.full((9,), -1), {})
-    with_adapters = ops.experts(x, plain_experts, topk_weights, topk_ids, "silu", lora=no_adapters)
-    assert torch.equal(with_adapters, ops.experts(x, plain_experts, topk_weights, topk_ids, "silu"))
+    without_matrices = ops.experts(x, plain_experts, topk_weights, topk_ids, "silu", lora=no_adapters)
+    assert torch.equal(without_matrices, ops.experts(x, plain_experts, topk_weights, topk_ids, "silu"))
 
 
 def test_a_table_is_freed_with_its_experts(ops: CpuOps) -> None:

@@ -1,4 +1,4 @@
-"""Products with weights whose inputs are stored in another order equal those with reordered activations."""
+"""Weights with permuted inputs: products equal the products of the permuted activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 
 def random_layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4") -> PackedLinear:
-    """Return a layer of random weights and a random order of its inputs."""
+    """Return a layer with random weights whose inputs are stored in a random order."""
     rows = encoding_named(encoding).pack(torch.randn(outputs, inputs) / inputs**0.5)
     order = torch.randperm(inputs).int()
     return ops.pack_quantized(rows, encoding, bias=torch.randn(outputs).bfloat16(), order=order)
@@ -30,7 +30,7 @@ def random_layer(ops: CpuOps, outputs: int, inputs: int, encoding: str = "uint4"
 
 @pytest.mark.parametrize("encoding", ["uint4", "uint8", "nf4", "q6_k"])
 @pytest.mark.parametrize("inputs", [96, 300])
-def test_products_equal_those_of_reordered_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
+def test_products_equal_the_products_of_permuted_activations(ops: CpuOps, encoding: str, inputs: int) -> None:
     packed_weight = random_layer(ops, 70, inputs, encoding)
     assert packed_weight.order is not None
     x = torch.randn(40, inputs + 8).bfloat16()[:, 4 : 4 + inputs]  # the rows are strided
@@ -52,11 +52,11 @@ def test_an_encoding_without_groups_falls_back_to_the_reference(
 
 
 def test_each_expert_applies_its_own_order(ops: CpuOps) -> None:
-    hidden, inner, count = 96, 160, 5
-    gate_up = tuple(random_layer(ops, 2 * inner, hidden) for _ in range(count))
-    experts = PackedExperts(gate_up, tuple(random_layer(ops, hidden, inner) for _ in range(count)))
+    hidden, inner, num_experts = 96, 160, 5
+    gate_up = tuple(random_layer(ops, 2 * inner, hidden) for _ in range(num_experts))
+    experts = PackedExperts(gate_up, tuple(random_layer(ops, hidden, inner) for _ in range(num_experts)))
     for rows in (1, 7, 300):
         x = torch.randn(rows, hidden).bfloat16()
-        weights, ids = ReferenceOps().route(torch.randn(rows, count), 2, "all")
+        weights, ids = ReferenceOps().route(torch.randn(rows, num_experts), 2, "all")
         result = ops.experts(x, experts, weights, ids, "silu")
         assert torch.equal(result, ReferenceOps.experts(ops, x, experts, weights, ids, "silu"))

@@ -51,18 +51,18 @@ def test_products_before_and_after_packing_are_bit_equal(
 
 
 def test_a_lazy_weight_is_packed_once(ops: CpuOps) -> None:
-    packed_weight, calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
-    get_lazy_weight(packed_weight).release = lambda: calls.append(1)
+    packed_weight, release_calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
+    get_lazy_weight(packed_weight).release = lambda: release_calls.append(1)
     panels = packed_weight.tensors["panels"]
     assert packed_weight.tensors["panels"] is panels
     assert get_lazy_weight(packed_weight).pack()["panels"] is panels
     assert packed_weight.tensors.get("scales") is None
     assert len(packed_weight.tensors) == 1
-    assert calls == [1]
+    assert release_calls == [1]
 
 
 def test_products_use_floats_until_the_weight_is_quantized(ops: CpuOps) -> None:
-    """The first products use floats, because the input statistics are not known yet."""
+    """Products before packing use the floats of the parts."""
     weight, x = torch.randn(70, 33), torch.randn(5, 33)
     for encoding in ("int8", "int5", "int4"):
         packed_weight = ops.pack_lazily([weight], encoding)

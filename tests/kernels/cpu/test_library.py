@@ -1,4 +1,4 @@
-"""The shared library: choice of the instruction set, and threads of the kernels."""
+"""The shared library: when it is usable, the choice of the instruction set, and the OpenMP threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_invalid_library_file_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("cap", "capability"), [("generic", "default"), ("avx2", "avx2"), ("avx512", None), (None, None)]
 )
-def test_the_cap_also_limits_torch(cap: str | None, capability: str | None) -> None:
+def test_penstock_isa_also_caps_the_instruction_set_of_torch(cap: str | None, capability: str | None) -> None:
     variables = ("PENSTOCK_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
     environment = {name: value for name, value in os.environ.items() if name not in variables}
     code = "import os, penstock; print(os.environ.get('ATEN_CPU_CAPABILITY'))"
@@ -109,7 +109,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_library
 def test_inline_functions_have_a_symbol_for_each_instruction_set() -> None:
-    """The linker keeps one copy of equal inline functions. That copy must not need AVX-512."""
+    """The linker keeps one copy of inline functions with one symbol, and that copy could need AVX-512."""
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("needs nm, to list the symbols of the library")

@@ -1,4 +1,4 @@
-"""Adapters in the CPU kernels: a row's bits do not depend on threads, other rows or recording."""
+"""Adapters in the CPU kernels: the bits of a row do not depend on threads, other rows or recording."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def select_adapters(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 def test_rows_of_a_batch_equal_single_rows(
     ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int, num_threads: int
 ) -> None:
-    """The base layer is zero, so the results show every bit of the adapters.
+    """The weight of the layer is zero, so that the results are the products of the adapters alone.
 
-    The sizes cover the three ways to divide work among threads: a narrow row on one thread, wide rows by
-    ranks and outputs, and many rows by row.
+    The sizes cover the three ways to divide work among threads: all work on one thread, few rows by ranks and
+    outputs, and many rows by tiles of rows.
     """
     zero_layer = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
     lora, x = random_inputs(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
@@ -139,10 +139,10 @@ def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, inputs: Mapping[str, 
 def test_a_recorded_layer_applies_the_current_adapters(
     ops: CpuOps, encoding: str, in_features: int, num_rows: int, num_threads: int
 ) -> None:
-    """Between replays, the slots get adapters with other ranks on other slices."""
+    """Between replays, adapters with other ranks replace some of the adapters."""
     packed_weight = ops.pack_linear(torch.randn(301, in_features) / in_features**0.5, encoding, slices=SLICES)
     dtype = torch.float32 if encoding == "float32" else torch.bfloat16
-    lora, equal_base_layer = empty_inputs(in_features, 64, dtype), []
+    lora, equals_base_layer = empty_inputs(in_features, 64, dtype), []
     example_inputs = torch.randn(num_rows, in_features).to(dtype)
     selected_positions = torch.arange(num_rows)[: (num_rows + 1) // 2]
     plan = compile_layer(
@@ -165,8 +165,8 @@ def test_a_recorded_layer_applies_the_current_adapters(
         torch.set_num_threads(num_threads)
         assert not any(tensor.isnan().any() for tensor in actual)
         assert all(torch.equal(actual, reference) for actual, reference in zip(actual, expected, strict=True))
-        equal_base_layer.append(torch.equal(actual[0], ops.linear(inputs["x"], packed_weight)))
-    assert not all(equal_base_layer), "the adapters must change the results"
+        equals_base_layer.append(torch.equal(actual[0], ops.linear(inputs["x"], packed_weight)))
+    assert not all(equals_base_layer), "the adapters must change the results"
 
 
 def test_a_layer_recorded_on_the_reference_replays_with_other_rows() -> None:
@@ -201,8 +201,8 @@ def test_a_layer_without_adapters_records_no_adapter_kernels(ops: CpuOps) -> Non
     assert len(plan) == 4
 
 
-def test_matrices_with_another_layout_are_not_compiled(ops: CpuOps) -> None:
-    """Only the reference kernels read such matrices, and a compiled step cannot call the reference."""
+def test_adapter_matrices_in_an_unsupported_layout_are_not_compiled(ops: CpuOps) -> None:
+    """Only the reference kernels read a contiguous matrix B, and compiled steps cannot call them."""
     packed_weight = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = random_inputs(20, 12, torch.float32)
     matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}

@@ -1,4 +1,4 @@
-"""The packer: panels are bit-equal to the definition in `kernels.quantized` and `kernels.panels`."""
+"""Packing: panels are bit-equal to those that `LinearEncoding.pack` and `PanelLayout.to_panels` define."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.kernels import LazyWeight, encoding_named
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_rows
+from penstock.kernels.cpu.packing import ENCODING_CODES, is_quantized, pack_rows
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,7 +26,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     return VARIANTS[request.param]
 
 
-@pytest.fixture(params=ENCODINGS)
+@pytest.fixture(params=ENCODING_CODES)
 def encoding(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -75,7 +75,9 @@ def test_weights_of_every_shape_and_type_are_packed_as_defined(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(64, 64), (70, 33), (63, 31), (130, 515)], ids=str)
-def test_input_importance_is_packed_as_defined(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
+def test_weights_with_input_importance_are_packed_as_defined(
+    ops: CpuOps, encoding: str, shape: tuple[int, int]
+) -> None:
     torch.manual_seed(1)
     weight, importance = torch.randn(shape), torch.randn(shape[1]).mul(3).exp()
     assert_equals_definition(ops, encoding, weight, importance)
@@ -92,7 +94,7 @@ NUMBERS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if is_quantized(name)])
+@pytest.mark.parametrize("encoding", [name for name in ENCODING_CODES if is_quantized(name)])
 @settings(max_examples=num_examples(20), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(
@@ -106,12 +108,12 @@ def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[li
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize(("encoding", "lowest_integer"), [("int4", -8), ("int5", -16)])
-def test_a_group_with_a_float16_scale_keeps_it(
+def test_integers_times_a_float16_scale_are_packed_exactly(
     ops: CpuOps, encoding: str, lowest_integer: int, step: int
 ) -> None:
     """The largest weight of each group is the lowest integer times a float16 value.
 
-    That float16 value must be the scale, whatever its size.
+    The scale of the group must be this float16 value, for every finite float16 value.
     """
     float16_values = torch.arange(1, 0x7C00, step, dtype=torch.int16).view(torch.float16)
     weight = torch.zeros(len(float16_values), 32)

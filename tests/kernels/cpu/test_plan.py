@@ -1,4 +1,4 @@
-"""Steps compiled to one call: results equal to eager operations, recording conditions, several steps."""
+"""Compiled steps: results equal eager operations, conditions for compiling, several steps per call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compile_step(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple
 
 
 def step_with_many_operations(ops: CpuOps, encoding: str, width: int) -> Step:
-    """Return a step with most of the operations that have a kernel."""
+    """Return a step with most of the operations that have a C++ kernel."""
     packed_weight = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
     down_weight = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
@@ -156,7 +156,7 @@ def test_the_error_names_an_operation_without_a_kernel(ops: CpuOps) -> None:
 
 
 def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
-    """The reference kernels would write to cache slots of a step that has already run."""
+    """Compiling must not write to the KV cache, whose slots earlier steps have filled."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     k = torch.randn(1, 1, 8).half()  # the C++ kernels do not support float16
     step_inputs = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
@@ -180,7 +180,7 @@ def test_compiling_does_not_run_the_reference(ops: CpuOps) -> None:
 
 
 def test_a_step_is_recorded_without_computing(ops: CpuOps) -> None:
-    """The cache holds only the values that the replays stored."""
+    """Recording does not write to the KV cache. The cache holds only the values that the replay stored."""
     cache = torch.zeros(2, 3, 1, 16, 8)
     graphs, caches_at_recording = GraphCache(CpuGraphCompiler(ops)), []
 
@@ -245,7 +245,7 @@ def test_a_larger_arena_keeps_earlier_steps_correct(ops: CpuOps) -> None:
             if results is not None:
                 assert torch.equal(results[0][0], 2 * x)
     assert graphs.status == "compiled: 1 kernels in one call"
-    assert graphs.last is not None
+    assert graphs.last_graph is not None
 
 
 def tiny_language_model(ops: CpuOps) -> Step:
@@ -288,7 +288,7 @@ def make_sampling_inputs(rows: int, temperature: float) -> SamplingInputs:
     )
 
 
-def no_end_ids(rows: int) -> Tensor:
+def no_stop_tokens(rows: int) -> Tensor:
     return torch.full((rows, 1), -1)
 
 
@@ -319,7 +319,7 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
         expected.append(tokens)
     for _ in range(2):  # the second run does not depend on what the first one stored
         sampled_ids = plan.replay_steps(
-            list(step_inputs.values()), step_values, sampling, uniforms, no_end_ids(rows)
+            list(step_inputs.values()), step_values, sampling, uniforms, no_stop_tokens(rows)
         )
         assert torch.equal(sampled_ids, torch.stack(expected))
     if temperature:
@@ -336,25 +336,25 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     }
     uniforms = torch.rand(num_steps, 2, dtype=torch.float64)
 
-    def run(end_ids: Tensor) -> Tensor:
+    def run(stop_tokens: Tensor) -> Tensor:
         return plan.replay_steps(
-            list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, end_ids
+            list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, stop_tokens
         )
 
-    full_tokens = run(no_end_ids(2))
+    full_tokens = run(no_stop_tokens(2))
     assert len(full_tokens) == num_steps
-    end_steps = [
+    stop_steps = [
         full_tokens[:, row].tolist().index(int(full_tokens[step_number, row]))
         for row, step_number in ((0, 1), (1, 4))
     ]
-    end_ids = torch.tensor([[-1, int(full_tokens[1, 0])], [int(full_tokens[4, 1]), -1]])
-    assert torch.equal(run(end_ids), full_tokens[: max(end_steps) + 1])
-    end_ids[0] = -1
-    assert len(run(end_ids)) == num_steps, "a row without end tokens continues"
+    stop_tokens = torch.tensor([[-1, int(full_tokens[1, 0])], [int(full_tokens[4, 1]), -1]])
+    assert torch.equal(run(stop_tokens), full_tokens[: max(stop_steps) + 1])
+    stop_tokens[0] = -1
+    assert len(run(stop_tokens)) == num_steps, "a row without stop tokens continues"
 
 
 def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> None:
-    """The result of the row is -1, and the row continues with an arbitrary token."""
+    """The sampled tokens of the row are -1. The other row gets valid tokens."""
     step = tiny_language_model(ops)
 
     def add_noise(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -370,7 +370,7 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
     }
     uniforms = torch.rand(3, 2, dtype=torch.float64)
     sampled_ids = plan.replay_steps(
-        list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, no_end_ids(2)
+        list(step_inputs.values()), step_values, make_sampling_inputs(2, 1.0), uniforms, no_stop_tokens(2)
     )
     assert sampled_ids[:, 0].tolist() == [-1, -1, -1]
     assert bool((sampled_ids[:, 1] >= 0).all())
@@ -384,5 +384,9 @@ def test_replay_steps_refuses_a_token_outside_its_table(ops: CpuOps) -> None:
     uniforms = torch.zeros(4, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="take_rows"):
         plan.replay_steps(
-            list(invalid_inputs.values()), step_values, make_sampling_inputs(2, 0.0), uniforms, no_end_ids(2)
+            list(invalid_inputs.values()),
+            step_values,
+            make_sampling_inputs(2, 0.0),
+            uniforms,
+            no_stop_tokens(2),
         )

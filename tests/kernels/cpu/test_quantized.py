@@ -1,4 +1,4 @@
-"""Linear layers in 8, 5 and 4 bits: the kernels of every instruction set against the definition."""
+"""Linear layers in int8, int5 and int4 agree with the definition on every instruction set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = {ops.isa: ops for ops in variants()}
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (200, 4100), (65, 2), (129, 3000)]
 """Numbers of outputs and inputs (K).
 
-They give whole and partial panels, K that is no multiple of 2, 4 or 32, and several blocks of K.
+They cover whole and partial panels, K that is no multiple of 2, 4 or 32, and several blocks of K.
 """
 
 
@@ -88,7 +88,7 @@ def test_products_agree_with_the_definition(
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
-    """Return rows ``[60, inputs]`` with up to one outlier more than the maximum."""
+    """Return rows ``[60, inputs]`` with outliers. Some rows need more than the maximum of extra bytes."""
     x = torch.randn(60, inputs)
     for row in range(1, len(x)):
         count = min(row % 20, inputs)
@@ -97,7 +97,7 @@ def rows_with_outliers(inputs: int) -> Tensor:
     x[-1] = 1.0
     x[-1, : min(15, inputs // 32)] = -2.0  # with scale 1 or 2, each outlier needs one extra byte
     x[-2] = x[-1]
-    x[-2, -1:] = 2.0  # one outlier more than the maximum
+    x[-2, -1:] = 2.0  # one outlier more than the maximum number of extra bytes
     return x
 
 

@@ -1,4 +1,4 @@
-"""A row's bits do not depend on its batch, its chunk, the block size or the number of threads."""
+"""The bits of a row do not depend on its batch, prefill chunk, KV block size or the number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels on small shapes against the reference, in Triton's interpreter.
+"""The Triton kernels agree with the reference on small shapes, in Triton's interpreter.
 
 `test_interpreter.py` runs this file in another process, because triton reads ``TRITON_INTERPRET`` when
 it is imported.
@@ -60,7 +60,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
 
 
 def call_both(ops: CudaOps, operation: str, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Return the results of an operation of the kernels and of the reference."""
+    """Return the result of an operation with the Triton kernels, and the result of the reference."""
     return tuple(getattr(back_end, operation)(*arguments, **options) for back_end in (ops, REFERENCE))
 
 
@@ -152,14 +152,14 @@ def paged_cache(
     dtype: torch.dtype = torch.float32,
     **fields: object,
 ) -> tuple[LayerKV, Tensor, Tensor]:
-    """Return a cache, row offsets and lengths; values after the end of a sequence are NaN."""
-    counts = [-(-length // 16) for _, length in rows_and_lengths]
-    cache = torch.full((2, sum(counts) + 1, kv_heads, 16, dim), torch.nan)
+    """Return a KV cache, row offsets and lengths. Values after the end of a sequence are NaN."""
+    block_counts = [-(-length // 16) for _, length in rows_and_lengths]
+    cache = torch.full((2, sum(block_counts) + 1, kv_heads, 16, dim), torch.nan)
     cache[:, 0] = 0
-    ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
-    tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
+    tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     for b, (_, length) in enumerate(rows_and_lengths):
-        tables[b, : counts[b]] = ids[b]
+        tables[b, : block_counts[b]] = ids[b]
         for column, block in enumerate(ids[b].tolist()):
             num_filled = min(16, length - 16 * column)
             cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
@@ -212,7 +212,7 @@ FP8 = torch.float8_e4m3fn
     ("cache_dtype", "is_fixed"),
     [*((dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.int8, FP8)), (FP8, True)],
 )
-def test_cache_writes_equal_the_reference(ops: CudaOps, cache_dtype: torch.dtype, is_fixed: bool) -> None:
+def test_kv_cache_writes_equal_the_reference(ops: CudaOps, cache_dtype: torch.dtype, is_fixed: bool) -> None:
     kv, _, _ = paged_cache([(5, 40)])
     k, v = (3 * torch.randn(2, 5, 3, 16)).bfloat16()[:, :, :2]
     v[4, 1] = 0
@@ -220,7 +220,7 @@ def test_cache_writes_equal_the_reference(ops: CudaOps, cache_dtype: torch.dtype
     for back_end in (ops, REFERENCE):
         scales = torch.zeros(kv.cache.shape[:4]) if cache_dtype in (torch.int8, FP8) else None
         if is_fixed:
-            # Some numbers are beyond 448.
+            # With these scales, some quotients are beyond 448.
             head_scales = torch.tensor([0.004, 0.7, 1.0, 0.01]).view(2, 1, 2, 1)
             scales = head_scales.expand(kv.cache.shape[:4])
         slots = torch.tensor([17, 40, 3, 33, 18])
@@ -277,7 +277,7 @@ def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict
 def test_attention_is_bit_equal_in_chunks_batches_and_splits(
     deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row has the same bits in a large chunk, in a small chunk of a batch, and alone with split keys."""
+    """A row has the same bits in a large prefill chunk, in a small chunk, and alone with split keys."""
     num_processors = [1]  # with one processor, one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: num_processors[0])
     kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
@@ -314,7 +314,7 @@ QUANTIZED_ENCODINGS = [name for name in ENCODINGS if not encoding_named(name).is
 
 @pytest.mark.parametrize("encoding", QUANTIZED_ENCODINGS)
 def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
-    """The inputs have one row, a few rows, or so many rows that the kernel decodes the weight first."""
+    """The inputs have one row, a few rows, or so many rows that the whole weight is decoded first."""
     weight, bias = torch.randn(20, 330) / 18, torch.randn(20)
     packed_weight, reference_weight = call_both(ops, "pack_linear", weight, encoding, bias=bias)
     assert (packed_weight.layout == NIBBLES) == (encoding_named(encoding).bits == 4)
@@ -338,7 +338,7 @@ def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: Cuda
 
 @pytest.mark.parametrize("encoding", QUANTIZED_ENCODINGS)
 def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
-    """Weights in units of the scale of their output may be beyond the range of float16."""
+    """Without row scales, weights may be beyond the range of float16."""
     packed_weight, reference_weight = call_both(ops, "pack_linear", torch.eye(20, 70) / 9, encoding)
     for rows in (1, 3):
         x = torch.randn(rows, 70).half()
@@ -347,8 +347,8 @@ def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, 
         )
 
 
-def test_products_of_float16_activations_with_large_scales_and_row_scales(ops: CudaOps) -> None:
-    """Without its row scale, 8 times a scale is beyond the range of float16."""
+def test_products_with_large_scales_and_float16_activations_agree(ops: CudaOps) -> None:
+    """Without row scales, some weights (8 times a scale) are beyond the range of float16."""
     rows = dict(encoding_named("q4_z").pack(torch.randn(20, 70)))
     max_scales = torch.maximum(rows["scales"], rows["minima"].abs()).amax(1).float()
     factor = 2.0 ** torch.floor(torch.log2(60000 / max_scales))
@@ -376,7 +376,7 @@ def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> 
         assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
 
 
-def test_reordered_inputs_agree_with_the_reference(ops: CudaOps) -> None:
+def test_products_with_permuted_inputs_agree_with_the_reference(ops: CudaOps) -> None:
     weight, order, x = torch.randn(20, 70), torch.randperm(70).int(), torch.randn(3, 70)
     rows = encoding_named("uint4").pack(weight)
     packed_weight, reference_weight = call_both(ops, "pack_quantized", rows, "uint4", order=order)

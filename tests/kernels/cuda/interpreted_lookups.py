@@ -19,7 +19,9 @@ def ops() -> CudaOps:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_row_lookups_and_writes_equal_indexing_for_valid_indices(ops: CudaOps, dtype: torch.dtype) -> None:
+def test_row_lookups_and_writes_equal_indexing_except_at_invalid_indices(
+    ops: CudaOps, dtype: torch.dtype
+) -> None:
     table = (100 * torch.randn(9, 120)).to(dtype)[:, 3:103]
     indices = torch.tensor([8, 0, 9, -1, 3])
     inside_rows, outside_rows = [0, 1, 4], [2, 3]
@@ -31,7 +33,7 @@ def test_row_lookups_and_writes_equal_indexing_for_valid_indices(ops: CudaOps, d
     assert torch.equal(actual, ReferenceOps().put_rows(table, indices[inside_rows], values[inside_rows]))
 
 
-def test_rope_rows_equal_indexing_for_valid_indices(ops: CudaOps) -> None:
+def test_rope_rows_equal_indexing_except_at_invalid_indices(ops: CudaOps) -> None:
     cos, sin = torch.randn(2, 7, 12)
     actual = ops.rope_rows(torch.tensor([6, 7, 0]), cos, sin[:, :])
     for rows, table in zip(actual, (cos, sin), strict=True):

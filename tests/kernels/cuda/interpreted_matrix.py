@@ -17,6 +17,7 @@ from kernels.cuda.interpreted_attention import (
     attention_inputs,
 )
 from support.float_activations import FloatActivations
+from support.interpreted_dots import use_exact_dots
 from torch import Tensor
 
 from penstock.kernels import ENCODINGS, LayerKV, PackedExperts, SamplingInputs
@@ -54,7 +55,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
 
 
 def attention_cases() -> list[AttentionCase]:
-    """Return cases of all sizes. Options, types and block sizes alternate between consecutive cases."""
+    """Return cases of all combinations of sizes and caches. The other options vary from case to case."""
     sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
     return [
         AttentionCase(
@@ -84,7 +85,7 @@ def test_attention_cases_agree_with_the_reference(case: AttentionCase) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 100, 300])
-def test_attention_of_large_batches_agrees_with_the_reference(size: int) -> None:
+def test_attention_of_batches_of_any_size_agrees_with_the_reference(size: int) -> None:
     decoding_sequences = tuple((1, 1 + 7 * j % 50) for j in range(size))
     assert_agrees_with_reference(
         AttentionCase(group=2, dtype=torch.bfloat16, sequences=decoding_sequences, seed=size)
@@ -153,7 +154,10 @@ def test_norms_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, wi
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_products_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, encoding: str) -> None:
+def test_products_are_bit_equal_alone_and_in_a_batch(
+    deterministic_ops: CudaOps, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_exact_dots(monkeypatch)
     packed_weight = deterministic_ops.pack_linear(torch.randn(70, 160), encoding)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(70, 160).to(dtype)
@@ -222,7 +226,7 @@ def test_rotary_agrees_with_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [20, 80, 96, 112, 192, 256, 512])
-def test_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
+def test_kv_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
     k, v = torch.randn(2, 5, 7, dim).to(dtype)
     slots = torch.tensor([33, 127, 64, 40, 95])
     for cache_dtype in (dtype, torch.int8, torch.float8_e4m3fn):

@@ -1,4 +1,7 @@
-"""A model on the Triton kernels in Triton's interpreter; `test_interpreter.py` runs this file."""
+"""A model generates tokens with the Triton kernels in Triton's interpreter.
+
+`test_interpreter.py` runs this file.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ def _register_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a back end that runs the Triton kernels on the CPU, in the interpreter."""
     monkeypatch.setattr(BACKENDS, "_registered", {})
     sizes = {"cpu": DefaultSizes(max_batch_size=4, step_tokens=64)}
-    BACKENDS.register(replace(BACKEND, name="interpreted", sizes=sizes, load=CudaOps))
+    BACKENDS.register(replace(BACKEND, name="interpreted", default_sizes=sizes, load=CudaOps))
 
 
 @pytest.mark.usefixtures("_register_interpreted")
 def test_a_model_generates_the_tokens_of_the_reference(checkpoint: Path) -> None:
     prompts = [random_tokens(count, 130, seed=count) for count in (2, 5)]
-    texts = []
+    generated_tokens = []
     for kernels in ("reference", "interpreted"):
         pipeline = open_pipeline(checkpoint, kernels=kernels, deterministic=True)
         assert pipeline.session.ops.name == ("cuda" if kernels == "interpreted" else "reference")
-        texts.append(generate_tokens(pipeline, [make_context(prompt, 2) for prompt in prompts]))
+        generated_tokens.append(generate_tokens(pipeline, [make_context(prompt, 2) for prompt in prompts]))
         if kernels == "interpreted":
             assert pipeline.session.ops.is_deterministic  # type: ignore[attr-defined]
-    assert texts[0] == texts[1]
+    assert generated_tokens[0] == generated_tokens[1]

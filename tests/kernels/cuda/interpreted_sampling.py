@@ -1,4 +1,4 @@
-"""Sampling in the interpreter against the reference; `test_interpreter.py` runs this file."""
+"""Sampling in Triton's interpreter equals the reference. `test_interpreter.py` runs this file."""
 
 from __future__ import annotations
 
@@ -54,22 +54,25 @@ def test_sampled_tokens_equal_the_reference(ops: CudaOps, changed_rules: dict[st
 
 
 @pytest.mark.parametrize(
-    ("register_sizes", "dtype"),
+    ("list_sizes", "dtype"),
     [
         ((1024, 4096), torch.float32),
         ((16, 1024), torch.bfloat16),
         ((16, 32), torch.float32),
         ((16, 32), torch.bfloat16),
     ],
-    ids=["few", "many", "row", "row of bfloat16"],
+    ids=["small list", "large list", "no list", "no list in bfloat16"],
 )
 def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
-    ops: CudaOps, dtype: torch.dtype, register_sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ops: CudaOps, dtype: torch.dtype, list_sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The candidates fit into one of two register sizes or into neither. A row has five chunks."""
-    monkeypatch.setattr("penstock.kernels.cuda.rows._LOGITS", 128)
-    monkeypatch.setattr("penstock.kernels.cuda.rows._SMALL_LIST", register_sizes[0])
-    monkeypatch.setattr("penstock.kernels.cuda.rows._LARGE_LIST", register_sizes[1])
+    """The candidates fit into the small list, only into the large list, or into neither.
+
+    A row has five chunks.
+    """
+    monkeypatch.setattr("penstock.kernels.cuda.rows._CHUNK_LOGITS", 128)
+    monkeypatch.setattr("penstock.kernels.cuda.rows._SMALL_LIST", list_sizes[0])
+    monkeypatch.setattr("penstock.kernels.cuda.rows._LARGE_LIST", list_sizes[1])
     rules = [  # temperature, top_k, top_p, min_p
         (1.0, 0, 0.9, 0.0),
         (3.0, 0, 0.99, 0.1),
@@ -92,7 +95,7 @@ def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
 
 
 def test_rows_without_limits_need_no_candidate_lists(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lists take 2 bytes for each logit, so the second call allocates that much less memory."""
+    """The candidate lists take 2 bytes per logit. The second call allocates this much less memory."""
     rules = [(0.0, 3, 0.5, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.2), (1.0, 1, 0.5, 0.0)]
     temperature, top_k, top_p, min_p = torch.tensor(rules).T.contiguous()
     logits = torch.randn(4, 3000)

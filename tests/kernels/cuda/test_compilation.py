@@ -14,6 +14,7 @@ from penstock.kernels import (
     ENCODINGS,
     ClampedSwiGLU,
     LayerKV,
+    LayerState,
     LinearSlice,
     LoRAInputs,
     PackedExperts,
@@ -29,15 +30,15 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 
-MODULES = ("attention", "codes", "lookups", "rows", "products", "linear", "ops")
+MODULES = ("attention", "codes", "lookups", "rows", "recurrent", "products", "linear", "ops")
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CAPABILITY = int(os.environ.get("COMPUTE_CAPABILITY", "90"))
 
 
 def compile_launch(program: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Compile a kernel as a launch with these arguments would, without running it.
+    """Replace `launch`: compile the kernel for these arguments without running it.
 
-    Check that the kernel's shared memory is at most 227 KiB.
+    Check that the shared memory of the kernel is at most 227 KiB.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -133,6 +134,21 @@ def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     for activation in ("silu", "gelu", "gelu_tanh", "relu"):
         ops.activation(x, activation)
         ops.gated_activation(x, activation)
+
+
+@parametrize_dtypes
+def test_recurrent_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
+    inputs, recurrent = torch.zeros(3, 3, 1024, dtype=dtype), torch.zeros(3, 4, 128, 128)
+    state = LayerState(inputs, recurrent, torch.zeros(2).long(), torch.zeros(8).long())
+    offsets, lengths = torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    qkv = ops.short_convolution(
+        torch.zeros(5, 1024, dtype=dtype), torch.zeros(4, 1024), state, offsets, lengths
+    )
+    out = ops.gated_delta_rule(
+        qkv, torch.zeros(5, 8, dtype=dtype), torch.zeros(2, 4), state, offsets, lengths
+    )
+    for function in ("sigmoid", "silu"):
+        ops.apply_gate(out, out, function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

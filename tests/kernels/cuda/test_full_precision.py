@@ -1,4 +1,4 @@
-"""Convolutions and sums that the CUDA back end computes in full precision and in a fixed order."""
+"""Convolutions in full precision, and sums over experts in a fixed order, of the CUDA back end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SHAPES = list(product((1, 2, 4), (1, 4), (1, 3), (0, 5), (1, 2), (1, 20)))
 
 
 def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspose1d, x: Tensor) -> None:
-    """Compare a convolution with the reference. The methods do not use ``self``, so ``self`` is None."""
+    """Check that a convolution equals the reference.
+
+    The methods do not use ``self``, so None stands for it.
+    """
     actual, reference = (
         getattr(back_end, name)(None, x, packed) for back_end in (CudaConvolution, ReferenceConvolution)
     )
@@ -29,17 +32,26 @@ def assert_equals_reference(name: str, packed: PackedConv1d | PackedConvTranspos
 def test_convolutions_by_matrix_products_equal_the_reference(has_bias: bool) -> None:
     torch.manual_seed(0)
     bias, num_comparisons = torch.randn(12) if has_bias else None, 0
-    for groups, size, stride, padding, dilation, rows in SHAPES:
+    for groups, kernel_size, stride, padding, dilation, rows in SHAPES:
         x = torch.randn(rows, 16)[:, :8]
-        weight = torch.randn(12, 8 // groups, size)
-        conv = PackedConv1d(8, 12, size, stride, padding, dilation, groups, weight=weight, bias=bias)
+        weight = torch.randn(12, 8 // groups, kernel_size)
+        conv = PackedConv1d(8, 12, kernel_size, stride, padding, dilation, groups, weight=weight, bias=bias)
         if conv.output_length(rows):
             assert_equals_reference("_grouped_conv1d", conv, x)
             num_comparisons += 1
         for output_padding in range(stride):
-            weight = torch.randn(8, 12 // groups, size)
+            weight = torch.randn(8, 12 // groups, kernel_size)
             transposed_conv = PackedConvTranspose1d(
-                8, 12, size, stride, padding, output_padding, dilation, groups, weight=weight, bias=bias
+                8,
+                12,
+                kernel_size,
+                stride,
+                padding,
+                output_padding,
+                dilation,
+                groups,
+                weight=weight,
+                bias=bias,
             )
             if transposed_conv.output_length(rows) > 0:
                 assert_equals_reference("_grouped_conv_transpose1d", transposed_conv, x)
@@ -48,7 +60,7 @@ def test_convolutions_by_matrix_products_equal_the_reference(has_bias: bool) -> 
 
 
 def test_each_index_add_call_has_distinct_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU adds the values of one call in any order, so a sum would not be reproducible."""
+    """A GPU adds the values of one call in any order, so repeated rows would give different sums."""
     pytest.importorskip("triton")
     from penstock.kernels.cuda.ops import CudaOps
 

@@ -41,7 +41,7 @@ def generate_texts(
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_texts_equal_the_texts_of_the_cpu(params: SamplingParams) -> None:
+def test_texts_on_the_gpu_equal_texts_on_the_cpu(params: SamplingParams) -> None:
     assert generate_texts("gpu", params) == generate_texts("cpu", params)
 
 
@@ -72,7 +72,7 @@ def _reset_sync_mode() -> Iterator[None]:
 
 
 def set_sync_mode(mode: str) -> None:
-    """Set what torch does when a call waits for the device. Hide the warning that the mode is a prototype."""
+    """Set what torch does when a call waits for the device. Hide torch's warning that this is a prototype."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
@@ -80,7 +80,7 @@ def set_sync_mode(mode: str) -> None:
 
 @pytest.mark.usefixtures("_reset_sync_mode")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launching and sampling a step must not synchronize with the device. torch raises if they do."""
+    """Launching and sampling a step must not synchronize with the device. In mode "error", torch raises."""
     penalized_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
         for params in (GREEDY, SAMPLED, penalized_params):
@@ -129,7 +129,7 @@ def test_replayed_steps_have_the_bits_of_eager_steps() -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "idefics3"])
 @torch.inference_mode()
 def test_images_are_encoded_by_graphs(name: str, tmp_path: Path) -> None:
-    """Replays on other pixels give the rows of eager operations, and earlier rows do not change."""
+    """Replays with other pixels equal eager operations, and do not change the results of earlier replays."""
     folder = write_vision_checkpoint(name, tmp_path)
     compiled_encoder, eager_encoder = (
         open_vision(folder, "bfloat16", compiled=is_compiled, devices=DEVICE) for is_compiled in (True, False)

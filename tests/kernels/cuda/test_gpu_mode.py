@@ -1,4 +1,4 @@
-"""``-m gpu`` with a fake GPU: the device of pipelines, and the selection of tests."""
+"""``support.gpu_mode`` with a fake GPU: the device of pipelines, and the selection of tests by ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class FakeTestItem:
 
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
 def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
-    """Tests of models get the marker only with ``-m gpu``. Selected tests are skipped without a GPU."""
+    """Tests of models get the marker ``gpu`` only with ``-m gpu``.
+
+    Without a GPU, marked tests are skipped.
+    """
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
     gpu_mode.mark_gpu_tests(config, items)

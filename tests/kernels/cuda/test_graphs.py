@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import GraphCache, Ops, SamplingInputs
 from penstock.kernels.cuda.graphs import CudaGraphCompiler, make_graph_compiler
+from penstock.kernels.cuda.ops import CudaOps
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.reference import ReferenceOps
 
@@ -39,6 +40,8 @@ class RecordingMode(TorchDispatchMode):
 
 
 class FakeGraph:
+    """A fake of `torch.cuda.CUDAGraph` that repeats the recorded torch operations."""
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
@@ -145,8 +148,8 @@ def test_results_do_not_change_with_the_next_replay() -> None:
 
 
 @pytest.mark.parametrize("uniforms", [[0.0, 0.0, 0.0], [0.1, 0.6, 0.95]])
-def test_several_steps_feed_their_tokens_to_the_next(uniforms: list[float]) -> None:
-    """Three steps in one call sample the tokens of three single steps, greedy or at a temperature of 1."""
+def test_several_steps_in_one_call_equal_single_steps(uniforms: list[float]) -> None:
+    """Three steps in one call sample the tokens of three single steps, greedily or at a temperature of 1."""
     ops, table = ReferenceOps(), torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     table[4] = torch.nan  # the row after token 4 has no finite logits
 
@@ -205,7 +208,7 @@ def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) 
 
 
 def test_all_steps_are_captured_in_one_side_stream() -> None:
-    """The allocator of torch keeps memory for each stream, so each further stream would need more memory."""
+    """Torch has a separate memory pool for each stream, so more streams would need more memory."""
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda, max_bytes=100 * MIB))
     for rows in (1, 1, 2, 2, 3, 3):
@@ -214,7 +217,7 @@ def test_all_steps_are_captured_in_one_side_stream() -> None:
 
 
 def test_inputs_of_graphs_count_in_the_budget_until_a_graph_is_dropped() -> None:
-    """The memory of inputs is not in the pool of the graphs. Inputs of prompts with images have megabytes."""
+    """The inputs of a graph are not in the memory pool of the graphs. Inputs with images have megabytes."""
     compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda(), max_bytes=10 * MIB)
     cache = GraphCache(compiler, max_graphs=1, pads_columns=False)
 
@@ -252,4 +255,4 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFi
 def test_the_back_end_has_no_graphs_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert make_graph_compiler(ReferenceOps()) is None
+    assert make_graph_compiler(CudaOps()) is None

@@ -1,4 +1,4 @@
-"""Runs the kernels of the CUDA back end in Triton's interpreter, in other processes."""
+"""The tests of the CUDA back end pass in Triton's interpreter, each in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def run_interpreted(*arguments: str, timeout: float) -> str:
-    """Run pytest in a process with the interpreter. Return its output; fail if its exit status is not 0."""
+    """Run pytest in a process with the interpreter, and return its output. Fail if a test fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     completed = subprocess.run(
@@ -32,7 +32,7 @@ def run_interpreted(*arguments: str, timeout: float) -> str:
 def test_kernels_pass_on_small_shapes() -> None:
     files = [
         f"tests/kernels/cuda/interpreted_{name}.py"
-        for name in ("checks", "attention", "lookups", "model", "sampling")
+        for name in ("checks", "attention", "lookups", "model", "recurrent", "sampling")
     ]
     assert " passed" in run_interpreted(*files, timeout=590)
 
@@ -54,7 +54,7 @@ def test_kernels_pass_on_a_matrix_of_shapes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_models_run_on_interpreted_kernels() -> None:
-    """Run the mixed batch and one chunk size of Llama's parity tests for a GPU on the interpreted kernels."""
+    """Run two of Llama's parity tests, of a mixed batch and of one chunk size, on the interpreted kernels."""
     expression = "llama and best and (mixed_batch or chunks0)"
     assert " passed" in run_interpreted(
         "tests/architectures/test_parity.py", "--timeout=1800", "-m", "gpu", "-k", expression, timeout=7000
@@ -64,7 +64,8 @@ def test_models_run_on_interpreted_kernels() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    "test_file", ["conformance", "encoder_attention", "experts", "determinism", "sampling"]
+    "test_file",
+    ["conformance", "encoder_attention", "experts", "determinism", "recurrent", "sampling"],
 )
 def test_back_end_tests_pass_on_interpreted_kernels(test_file: str) -> None:
     expression = "cuda and not 32003 and not snake and not polar"

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from penstock.kernels.cuda.memory import CudaMemory, make_device_memory
+from penstock.kernels.cuda.ops import CudaOps
 from penstock.kernels.reference import ReferenceOps
 
 
@@ -20,13 +21,13 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.reserved = self.peak = 100
-        self.idle = 40  # reserved, but not in use
+        self.unused = 40  # bytes that are reserved, but not in use
 
     def synchronize(self, device: object) -> None:
         return
 
     def empty_cache(self) -> None:
-        self.reserved, self.idle = self.reserved - self.idle, 0
+        self.reserved, self.unused = self.reserved - self.unused, 0
 
     def memory_reserved(self, device: object) -> int:
         return self.reserved
@@ -40,14 +41,14 @@ class FakeCuda:
     def mem_get_info(self, device: object) -> tuple[int, int]:
         return 1000 - self.reserved, 1000
 
-    def allocate(self, size: int) -> None:
-        if self.reserved + size > 1000:
+    def allocate(self, num_bytes: int) -> None:
+        if self.reserved + num_bytes > 1000:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
-        self.reserved += size
+        self.reserved += num_bytes
         self.peak = max(self.peak, self.reserved)
 
-    def free(self, size: int) -> None:
-        self.reserved -= size
+    def free(self, num_bytes: int) -> None:
+        self.reserved -= num_bytes
 
 
 def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
@@ -66,5 +67,7 @@ def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:
         memory.peak(lambda: cuda.allocate(2000))
 
 
-def test_the_cpu_has_no_device_memory() -> None:
-    assert make_device_memory(ReferenceOps(), torch.device("cpu")) is None
+def test_only_a_gpu_with_the_cuda_back_end_has_device_memory() -> None:
+    assert make_device_memory(CudaOps(), torch.device("cpu")) is None
+    assert make_device_memory(ReferenceOps(), torch.device("cuda", 0)) is None
+    assert make_device_memory(CudaOps(), torch.device("cuda", 0)) is not None

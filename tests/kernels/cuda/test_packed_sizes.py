@@ -1,4 +1,4 @@
-"""The bytes of packed weights on a GPU, which the memory planner counts before any weight is loaded."""
+"""The memory planner counts at least the bytes that packed weights take on a GPU."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ class FakeStream:
 
 
 class FakeEvent:
+    """A fake of `torch.cuda.Event` that records its stream and whether `synchronize` was called."""
+
     def __init__(self) -> None:
         self.stream: FakeStream | None = None
         self.is_synchronized = False
@@ -72,7 +74,7 @@ class FakeCuda:
         self._current = previous_stream
 
 
-def test_work_is_launched_at_once() -> None:
+def test_submitted_work_runs_immediately() -> None:
     result = CudaQueue(cuda=FakeCuda()).submit(lambda: torch.arange(3))
     assert isinstance(result, LaunchedWork)
     assert result.value.tolist() == [0, 1, 2]
@@ -85,7 +87,7 @@ def test_a_copy_waits_for_earlier_work_only() -> None:
         cuda.main.length += 10  # the work of the step
         tokens = torch.tensor([step, step])
         copy = queue.fetch(queue.submit(lambda tokens=tokens: tokens))
-        cuda.main.length += 100  # the next forward
+        cuda.main.length += 100  # the work of the next step
         (side_stream,) = cuda.streams
         assert side_stream.waits_for == {"main": 110 * step - 100}
         event = cuda.events[-1]

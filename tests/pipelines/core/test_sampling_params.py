@@ -104,9 +104,7 @@ def test_the_error_states_that_a_number_is_expected(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_numbers_of_other_types_become_python_numbers(
-    values: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_values_of_other_types_become_python_values(values: dict[str, Any], expected: dict[str, Any]) -> None:
     params = SamplingParams(**values)
     for name, value in expected.items():
         kept_value = getattr(params, name)

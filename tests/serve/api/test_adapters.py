@@ -78,7 +78,9 @@ async def test_the_error_of_a_failed_load_is_returned() -> None:
         ({"lora_name": "tone", "lora_path": "/a", "lora_int_id": 1}, "lora_int_id"),
     ],
 )
-async def test_an_invalid_body_is_refused_with_the_field(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_body_is_refused_with_the_name_of_the_field(
+    body: dict[str, Any], param: str
+) -> None:
     answer = await post(make_lora_services(), "load", **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

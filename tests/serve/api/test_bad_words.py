@@ -1,4 +1,4 @@
-"""Bad words are translated to short token sequences that spell them, up to a limit."""
+"""Bad words are translated to the token sequences that spell the words, up to a limit per word."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_words_give_no_sequences() -> None:
 
 
 @pytest.mark.parametrize("word", ["Berlin", " Berlin", "né", "🎉", "a b"])
-def test_sequences_of_tokens_and_of_letters_are_banned(word: str) -> None:
+def test_the_tokens_and_the_letters_of_a_word_are_banned(word: str) -> None:
     sequences = banned_sequences([word], DEMO) or []
     assert {decode(ids) for ids in sequences} == {word, " " + word.lstrip()}
     encodings = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]
@@ -34,7 +34,7 @@ def test_sequences_of_tokens_and_of_letters_are_banned(word: str) -> None:
     assert len({tuple(ids) for ids in sequences}) == len(sequences)
 
 
-def test_the_number_of_encodings_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_token_sequences_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         len(banned_sequences(["antidisestablishmentarianism"], DEMO) or []) <= 2 * MAX_SEQUENCES_PER_WORD + 2
     )

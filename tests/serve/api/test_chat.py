@@ -147,7 +147,7 @@ async def test_fields_are_set_on_the_context_of_the_worker() -> None:
     assert poet_contexts[0].max_length == 2048
 
 
-async def test_the_default_temperature_is_that_of_the_model_and_seeds_differ() -> None:
+async def test_the_default_temperature_is_from_the_model_and_default_seeds_differ() -> None:
     contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -200,7 +200,7 @@ async def test_messages_are_rendered_by_the_template(message: dict[str, Any], re
         assert tokenized.json()["tokens"] == response.json()["prompt_token_ids"]
 
 
-async def test_the_developer_role_is_kept_if_the_template_knows_it() -> None:
+async def test_the_developer_role_is_kept_if_the_template_contains_its_name() -> None:
     template = "{% for m in messages %}{{ m.role }};{% endfor %}{# developer #}"
     async with run_in_process(template=template) as server:
         response = await server.post(
@@ -209,7 +209,7 @@ async def test_the_developer_role_is_kept_if_the_template_knows_it() -> None:
         assert response.json()["prompt"] == "developer;"
 
 
-async def test_arguments_are_text_if_the_template_concatenates_them() -> None:
+async def test_arguments_of_calls_are_text_if_the_template_concatenates_them() -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
     template = f"{{% for m in messages %}}{calls}{{% endfor %}}."
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -355,7 +355,9 @@ async def test_the_setting_selects_the_names_of_the_reasoning_field(field: str, 
 
 
 @pytest.mark.parametrize("unknown_fields", ["error", "warn"])
-async def test_unknown_template_variables_have_no_effect_and_messages_is_refused(unknown_fields: str) -> None:
+async def test_unknown_template_options_have_no_effect_and_the_option_messages_is_refused(
+    unknown_fields: str,
+) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
     options = {"enable_thinking": False, "provider": {"order": ["a"]}, "x-y": None, "": 1}
     async with run_in_process(template=template, unknown_fields=unknown_fields) as server:
@@ -392,7 +394,7 @@ async def test_reasoning_of_messages_is_renamed_for_the_template() -> None:
         assert response.json()["prompt"] == "Why?"
 
 
-async def test_response_formats_are_grammars_of_the_context() -> None:
+async def test_response_formats_and_forced_calls_are_grammars_of_the_context() -> None:
     contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -458,7 +460,7 @@ async def test_conflicting_and_unsupported_formats_are_refused() -> None:
             assert "uniqueItems" in error["message"]
         assert await server.chat(tools=tools, tool_choice="none")
         tool_choice = {"type": "function", "function": {"name": "get_weather"}}
-        assert await server.chat(tools=tools, tool_choice=tool_choice)  # the schema of this tool is not used
+        assert await server.chat(tools=tools, tool_choice=tool_choice)  # does not use the schema of `f`
         long_choice = {"structured_outputs": {"choice": ["a" * 2**20]}}
         assert (
             "1048576"

@@ -52,7 +52,7 @@ def make_choice(
 ) -> ChoiceDecoder:
     parsers = ParserFactory.choose(template)
     parser = parsers.new(tools=TOOLS, parallel=parallel_calls, new_id=lambda: "id") if template else None
-    token_by_token = parsers.reasoning_format is not None or not parallel_calls
+    token_by_token = parsers.reasoning_format_name is not None or not parallel_calls
     return ChoiceDecoder(context, TOKENIZER, parser=parser, token_by_token=token_by_token, **decoder_options)
 
 
@@ -208,7 +208,7 @@ def test_the_text_starts_with_a_space_only_after_a_word_of_the_prompt(
         assert choice.take(answer_ids.tolist(), END).content == text
 
 
-def test_offsets_count_a_leading_space_only_if_the_text_has_it(shared_data: Path) -> None:
+def test_offsets_count_a_leading_space_only_if_the_text_has_one(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     word_ids, prompt_ids = (
         tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One")

@@ -110,7 +110,7 @@ async def test_echo_returns_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompt_scores_of_several_choices_are_computed_once_unless_streamed(stream: bool) -> None:
+async def test_prompt_log_probabilities_are_computed_once_per_prompt_unless_streamed(stream: bool) -> None:
     echo_flags: list[bool] = []
 
     def choose(context: TextContext) -> int:

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 from support.app_client import app_client, make_services
-from support.engines import INFO, FakeEngine
+from support.engines import WORKER_INFO, FakeEngine
 
 from penstock.errors import UnsupportedFeatureError
 
@@ -86,6 +86,6 @@ async def test_the_maximum_length_of_new_workers_applies_after_a_reload_or_a_wak
     engine = FakeEngine()
     services = make_services(engine)
     async with app_client(services) as client:
-        engine.info = msgspec.structs.replace(INFO, max_length=77)
+        engine.info = msgspec.structs.replace(WORKER_INFO, max_length=77)
         await client.post(path)
     assert services.tokenizer.max_length == 77

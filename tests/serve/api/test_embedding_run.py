@@ -13,7 +13,7 @@ import pytest
 from support.app_client import make_services
 from support.asgi import Exchange, wait_until
 from support.embedding_server import embedder_config
-from support.engines import INFO, FakeEngine
+from support.engines import WORKER_INFO, FakeEngine
 
 from penstock.assembly import load_tokenizer
 from penstock.errors import OverloadedError, PenstockError, RequestFailedError, UnavailableError
@@ -31,7 +31,7 @@ class EmbeddingsEngine(FakeEngine):
     def __init__(self, capacity: int = 1000) -> None:
         super().__init__(
             info=msgspec.structs.replace(
-                INFO, task=TASK, outputs=["dense"], embedding_size=2, max_batch_size=4, max_length=64
+                WORKER_INFO, task=TASK, outputs=["dense"], embedding_size=2, max_batch_size=4, max_length=64
             )
         )
         self.capacity = capacity
@@ -97,7 +97,7 @@ class Application:
 
 
 def make_inputs(count: int) -> list[list[int]]:
-    """Return token ids of `count` inputs, with 1, 2, 3, ... tokens."""
+    """Return token ids of `count` inputs, with 1 to 60 tokens in turn."""
     return [[5 + i] * (1 + i % 60) for i in range(count)]
 
 
@@ -180,7 +180,7 @@ async def test_a_full_queue_refuses_new_requests_and_delays_started_ones(embedde
     assert (started_exchange.status, engine.num_submitted) == (200, 5)
 
 
-async def test_one_request_uses_at_most_half_of_the_queue(embedder: Path) -> None:
+async def test_large_requests_together_use_about_half_of_the_queue(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine(capacity=20))
     engine.max_outstanding = 20
     large_exchanges = [application.post(input=make_inputs(12)) for _ in range(4)]

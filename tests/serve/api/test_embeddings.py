@@ -268,12 +268,17 @@ async def test_model_list_log_and_metrics_describe_embeddings_requests(
         assert (model["task"], model["outputs"]) == ("embeddings-generation", ["dense", "multi_vector"])
         with caplog.at_level(logging.INFO, "penstock"):
             answer = await request_embeddings(server, input=TEXTS, user="ann")
-        line = [record for record in caplog.records if record.message == "request"][-1].fields  # type: ignore[attr-defined]
-        count = answer["usage"]["prompt_tokens"]
-        assert (line["inputs"], line["prompt_tokens"], line["user"]) == (3, count, "ann")
-        assert (line["first_token_s"], line["queue_s"] is None) == (None, False)
+        log_records = [record for record in caplog.records if record.message == "request"]
+        log_fields = log_records[-1].fields  # type: ignore[attr-defined]
+        num_tokens = answer["usage"]["prompt_tokens"]
+        assert (log_fields["inputs"], log_fields["prompt_tokens"], log_fields["user"]) == (
+            3,
+            num_tokens,
+            "ann",
+        )
+        assert (log_fields["first_token_s"], log_fields["queue_s"] is None) == (None, False)
         metrics = server.services.metrics.render().decode()
-        assert f"penstock_prompt_tokens_total {float(count)}" in metrics
+        assert f"penstock_prompt_tokens_total {float(num_tokens)}" in metrics
         assert "penstock_time_to_first_token_seconds_count 0.0" in metrics
         assert 'penstock_request_seconds_count{route="/v1/embeddings"} 1.0' in metrics
 

@@ -36,7 +36,7 @@ def open_exchange(
     return Exchange(server.app, path, {**body, **fields})  # type: ignore[attr-defined]
 
 
-async def test_no_headers_before_all_choices_are_admitted() -> None:
+async def test_no_headers_are_sent_before_all_choices_are_admitted() -> None:
     async with run_in_process(make_endless_pipeline(), max_batch_size=2) as server:
         running_exchange = open_exchange(server, COMPLETION, stream=True)
         await running_exchange.wait_until_sent(2)

@@ -83,7 +83,7 @@ async def test_the_infill_route_formats_the_prompt_and_needs_infill_tokens(
         ("/infill", {"input_prefix": "a"}, "input_suffix"),
     ],
 )
-async def test_missing_unknown_and_invalid_values_are_refused_with_the_field(
+async def test_missing_unknown_and_invalid_fields_are_refused_with_their_names(
     path: str, body: dict[str, Any], param: str
 ) -> None:
     async with run_in_process() as server:

@@ -1,4 +1,4 @@
-"""Responses with many log probabilities: their number is limited, and they are encoded in short slices."""
+"""Responses with many log probabilities: the limit of their number, and their encoding in short slices."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MAX_BYTES = 100 * MAX_COST
 """Maximum size of a part in bytes. An entry has fewer than 100 bytes."""
 
 
-def make_score(token_id: int, top: int) -> Score:
-    return Score(token_id, -0.5, {item % 256: -0.25 - item for item in range(token_id, token_id + top)})
+def make_score(token_id: int, num_top: int) -> Score:
+    return Score(token_id, -0.5, {item % 256: -0.25 - item for item in range(token_id, token_id + num_top)})
 
 
 SCORES = [make_score(index % 200, 21) for index in range(3000)]
@@ -48,14 +48,14 @@ def encode_prompt_scores() -> list[bytes]:
 
 
 @pytest.mark.parametrize("encode", [encode_chat, encode_completion, encode_prompt_scores])
-def test_the_parts_of_a_long_response_are_bounded(encode: Any) -> None:
+def test_the_size_of_the_parts_of_a_long_response_is_bounded(encode: Any) -> None:
     json_parts = encode()
     assert len(json_parts) >= 3000 * 21 // MAX_COST
     assert max(map(len, json_parts)) < MAX_BYTES
     json.loads(b"".join(json_parts))
 
 
-def test_the_first_encoding_of_a_token_costs_more() -> None:
+def test_the_first_encoding_of_tokens_gives_more_parts() -> None:
     fragments = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
@@ -82,7 +82,7 @@ async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatc
     assert encoding_order == ["a", "b"] * 3
 
 
-async def test_slices_of_several_responses_run_in_different_iterations(
+async def test_slices_of_several_responses_run_in_different_event_loop_iterations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
@@ -133,7 +133,7 @@ def choose_letters(context: TextContext) -> int:
     return 97 + len(context.generated_tokens) % 26
 
 
-async def test_joined_stream_chunks_are_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_joined_stream_chunks_equal_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (10.0, 0.0):
         monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", seconds)
         async with run_in_process(FakePipeline(choose_letters), max_batch_size=8) as server:
@@ -165,7 +165,7 @@ async def check_both_routes(server: InProcessServer) -> None:
     )
 
 
-TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
+TOO_MANY_LOGPROBS: list[tuple[str, dict[str, Any], str, list[str]]] = [
     (
         CHAT,
         {"n": 4, "max_tokens": 60, "logprobs": True, "top_logprobs": 4},
@@ -183,7 +183,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "param", "numbers"), TOO_MANY)
+@pytest.mark.parametrize(("path", "fields", "param", "numbers"), TOO_MANY_LOGPROBS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_with_too_many_log_probabilities_is_refused_before_it_runs(
     path: str, fields: dict[str, Any], param: str, numbers: list[str], stream: bool

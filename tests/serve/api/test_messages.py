@@ -195,7 +195,7 @@ async def test_the_asynchronous_client_streams(url: str) -> None:
         assert beta_message.content[0].text == "Hello!"
 
 
-def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
+def test_errors_have_the_format_of_the_messages_api(client: Any, url: str) -> None:
     with pytest.raises(anthropic.NotFoundError, match="claude-9") as unknown_error:
         client.messages.create(model="claude-9", max_tokens=5, messages=make_user_message("x"))
     assert unknown_error.value.body["error"]["type"] == "not_found_error"
@@ -229,7 +229,9 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
         ({"colour": 1}, "unknown field 'colour'"),
     ],
 )
-def test_invalid_values_are_refused_with_the_field(url: str, fields: dict[str, Any], error_text: str) -> None:
+def test_invalid_values_are_refused_with_the_name_of_the_field(
+    url: str, fields: dict[str, Any], error_text: str
+) -> None:
     body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x"), **fields}
     refused_response = httpx.post(f"{url}v1/messages", json=body)
     assert refused_response.status_code == 400
@@ -237,7 +239,7 @@ def test_invalid_values_are_refused_with_the_field(url: str, fields: dict[str, A
 
 
 def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A hosted tool is dropped with a warning, and refused if the request chooses it."""
+    """A hosted tool is dropped with a warning. A request that chooses the hosted tool is refused."""
     cache_fields = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = {
         "model": "demo",
@@ -283,8 +285,8 @@ def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptur
     assert "the hosted tool 'web_search_20250305'" in refused_response.json()["error"]["message"]
 
 
-def test_deferred_tools_are_in_the_prompt(url: str) -> None:
-    """A deferred tool is in the prompt if the result of a tool search refers to it."""
+def test_a_deferred_tool_is_in_the_prompt_after_a_tool_search(url: str) -> None:
+    """The prompt contains a deferred tool to which the result of a tool search refers."""
     tool_use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
     references = [{"type": "tool_reference", "tool_name": "deferred_tool"}]
     body = {

@@ -122,8 +122,9 @@ async def test_generate_completes_a_prompt_or_only_loads_the_model(server: InPro
     *text_lines, end_line = await post_and_read_lines(server, "/api/generate", prompt="Hi", system="S")
     assert "".join(line["response"] for line in text_lines) == "system: Suser: Hi"
     assert (end_line["done_reason"], end_line["response"]) == ("stop", "")
-    raw_response = (await server.post("/api/generate", prompt="Hi", raw=True, stream=False)).json()
-    assert raw_response["response"] == "Hi"
+    for think in (None, False):
+        raw_response = await server.post("/api/generate", prompt="Hi", raw=True, think=think, stream=False)
+        assert raw_response.json()["response"] == "Hi"
     stopped_response = await server.post(
         "/api/generate", prompt="abc", raw=True, stream=False, options={"stop": ["b"]}
     )

@@ -284,13 +284,13 @@ async def check_errors(client: AsyncOpenAI) -> None:
 
 
 async def close_stream_early(stream: openai.AsyncStream[Any]) -> None:
-    """Close a stream before its end, and then the generators inside it.
+    """Close a stream before its end, and then the generators inside the stream.
 
-    The client leaves these generators suspended. The garbage collector could then close them in another
+    ``stream.close`` leaves these generators suspended. The garbage collector could then close them in another
     thread while the event loop closes them too ("async generator already executing").
     """
     await stream.close()
-    # The error is not raised if the client has already received the end of the stream.
+    # The iteration raises no error if the client has already received the end of the stream.
     with suppress(openai.APIConnectionError):
         async for _ in stream:
             pass
@@ -331,5 +331,5 @@ async def check_concurrent_requests(client: AsyncOpenAI, server: InProcessServer
     texts = await asyncio.gather(*(complete(index) for index in range(24)))
     assert all(texts)
     await wait_until(lambda: server.services.worker.num_outstanding == 0)
-    stats = server.services.worker.stats
-    assert stats.num_used_blocks == 0 or stats.num_running == 0
+    await wait_until(lambda: server.services.worker.stats.num_running == 0)
+    assert server.services.worker.stats.num_used_blocks == 0

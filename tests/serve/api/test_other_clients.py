@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.in_process_server import THINKING, InProcessServer, parse_events, run_in_process, user_message
 
-from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
 from penstock.serve.api.request_context import build_context
 from penstock.testing import FakePipeline, FakeTokenizer
@@ -19,7 +19,7 @@ from penstock.worker.process import WorkerRuntime
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENDER = "/v1/chat/completions/render"
 BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [user_message("Hi")]}, COMPLETIONS: {"prompt": "Hi"}}
-STRICT = (
+TEMPLATE_WITH_IPYTHON = (
     "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'ipython'] %}"
     "{{ raise_exception('roles are user, assistant and ipython') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -75,14 +75,15 @@ async def test_guided_fields_are_grammars_of_the_context(
     path: str, fields: dict[str, Any], kind: str, text: str
 ) -> None:
     contexts: list[TextContext] = []
-    async with run_in_process(make_runtime=enable_grammars(contexts)) as server:
+    async with run_in_process(make_runtime=runtime_factory_with_grammars(contexts)) as server:
         await post_ok(server, path, **fields)
         grammar = contexts[0].grammar
         assert grammar is not None
         assert (grammar.kind, grammar.text) == (kind, text)
 
 
-def enable_grammars(contexts: list[TextContext]) -> Any:
+def runtime_factory_with_grammars(contexts: list[TextContext]) -> Any:
+    """Return a function that creates a worker runtime for grammars. Its pipeline appends to `contexts`."""
     info = WorkerInfo(
         max_length=2048,
         max_batch_size=8,
@@ -127,16 +128,16 @@ async def test_the_stop_string_is_in_the_output_on_request(path: str, stream: bo
 
 
 @pytest.mark.parametrize(
-    ("count", "max_tokens", "expected"),
+    ("limit", "max_tokens", "expected"),
     [(3, 4, "fgh"), (8, 4, "abcdefgh"), (900, 4, "abcdefgh"), (-1, 2044, "efgh"), (-1, None, "abcdefgh")],
 )
-async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | None, expected: str) -> None:
+async def test_prompts_are_truncated_on_request(limit: int, max_tokens: int | None, expected: str) -> None:
     contexts: list[TextContext] = []
     async with run_in_process(
         make_recording_pipeline(contexts), template="{{ messages[0].content }}"
     ) as server:
         server.services.tokenizer.max_length = 2048
-        body = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
+        body = {"truncate_prompt_tokens": limit, "max_tokens": max_tokens}
         for prompt in ("abcdefgh", [*b"abcdefgh"]):
             answer = await post_ok(server, COMPLETIONS, **body, prompt=prompt, echo=True)
             assert answer["choices"][0]["text"].startswith(expected)
@@ -145,6 +146,13 @@ async def test_prompts_are_truncated_on_request(count: int, max_tokens: int | No
         assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [expected] * 3
         rendered_response = (await server.post(RENDER, **body, messages=[user_message("abcdefgh")])).json()
         assert (rendered_response["prompt"], rendered_response["count"]) == (expected, len(expected))
+
+
+def test_a_limit_of_minus_1_keeps_all_tokens_without_a_maximum_length() -> None:
+    tokenizer = FakeTokenizer(max_length=None)
+    params = SamplingParams(max_new_tokens=3)
+    request = TokenGeneratorRequest("1", 0, "m", prompt="abcdef", sampling_params=params)
+    assert len(build_context(tokenizer, request, -1).prompt_tokens) == 6
 
 
 async def test_truncation_keeps_the_bos_token_except_for_a_limit_of_1(shared_data: Path) -> None:
@@ -162,7 +170,7 @@ async def test_truncation_keeps_the_bos_token_except_for_a_limit_of_1(shared_dat
     assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 
-async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
+async def test_truncation_to_the_maximum_length_leaves_room_for_max_tokens() -> None:
     async with run_in_process() as server:
         server.services.tokenizer.max_length = 2048
         await server.expect_refusal(COMPLETIONS, prompt="x" * 5000)
@@ -177,7 +185,7 @@ async def test_prompt_log_probabilities_are_returned_without_streaming() -> None
         for fields in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
             answer = await post_ok(server, CHAT, prompt_logprobs=1, **fields)
             text = "user: Hiassistant: "
-            check_rows(answer["prompt_logprobs"], text)
+            check_prompt_logprobs(answer["prompt_logprobs"], text)
             for choice in answer["choices"]:
                 assert (choice["logprobs"] is not None) == ("logprobs" in fields)
         for fields in (
@@ -189,7 +197,7 @@ async def test_prompt_log_probabilities_are_returned_without_streaming() -> None
         ):
             answer = await post_ok(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **fields)
             for index, choice in enumerate(answer["choices"]):
-                check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // fields.get("n", 1)])
+                check_prompt_logprobs(choice["prompt_logprobs"], ["ab", "cdé"][index // fields.get("n", 1)])
                 assert (choice["logprobs"] is not None) == ("logprobs" in fields)
         assert "prompt_logprobs" not in await post_ok(server, CHAT)
         for path, body in BODIES.items():
@@ -197,7 +205,7 @@ async def test_prompt_log_probabilities_are_returned_without_streaming() -> None
             assert error["param"] == "prompt_logprobs"
 
 
-def check_rows(rows: list[Any], text: str) -> None:
+def check_prompt_logprobs(rows: list[Any], text: str) -> None:
     first_row, *other_rows = rows
     assert first_row is None
     ids = list(text.encode())
@@ -276,7 +284,7 @@ async def test_reasoning_is_omitted_on_request(stream: bool) -> None:
 @pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])
 async def test_only_roles_in_the_template_are_accepted(path: str) -> None:
     messages = [user_message("a"), {"role": "ipython", "content": "18"}, {"role": "note", "content": "b"}]
-    async with run_in_process(template=STRICT) as server:
+    async with run_in_process(template=TEMPLATE_WITH_IPYTHON) as server:
         response = await server.http.post(RENDER, json={"messages": messages[:2]})
         assert response.json()["prompt"] == "<user>a<ipython>18"
         error = await server.expect_refusal(path, messages=messages)

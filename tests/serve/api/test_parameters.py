@@ -16,11 +16,11 @@ from penstock.serve.api.schemas import ChatBody, CompletionBody, RequestBody, St
 from penstock.serve.api.validation import validated
 from penstock.serve.http.problems import RequestProblem
 
-PATHS: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
+ROUTES_AND_BODIES: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
     ChatBody: ("/v1/chat/completions", {"messages": [user_message("Hi")]}),
     CompletionBody: ("/v1/completions", {"prompt": "Hi"}),
 }
-UNSUPPORTED_FIELDS = [(kind, name) for kind in PATHS for name in UNSUPPORTED[kind]]
+UNSUPPORTED_FIELDS = [(kind, name) for kind in ROUTES_AND_BODIES for name in UNSUPPORTED[kind]]
 
 
 def field_names(*classes: type) -> set[str]:
@@ -64,7 +64,7 @@ def test_unsupported_fields_are_not_declared_and_logged_fields_are_declared() ->
 async def test_an_unsupported_field_is_refused_unless_its_value_is_accepted(
     request_class: type[RequestBody], name: str
 ) -> None:
-    path, body = PATHS[request_class]
+    path, body = ROUTES_AND_BODIES[request_class]
     async with run_in_process() as server:
         for value in (None, *UNSUPPORTED[request_class][name].accepted):
             response = await server.post(path, **body, **{name: value})
@@ -126,7 +126,7 @@ async def test_default_values_are_accepted() -> None:
 async def test_null_means_absent() -> None:
     async with run_in_process() as server:
         required_fields = {"model", "messages", "prompt"}
-        for request_class, (path, body) in PATHS.items():
+        for request_class, (path, body) in ROUTES_AND_BODIES.items():
             null_fields = dict.fromkeys(
                 [*request_class.model_fields.keys() - required_fields, *UNSUPPORTED[request_class]]
             )
@@ -159,7 +159,7 @@ async def test_an_unknown_field_is_refused_or_ignored(
     path: str, fields: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     request_class = ChatBody if path == "chat" else CompletionBody
-    route, body = PATHS[request_class]
+    route, body = ROUTES_AND_BODIES[request_class]
     async with run_in_process() as server:
         error = await server.expect_refusal(route, **{**body, **fields})
         assert (error["param"], error["code"]) == (param, "unknown_parameter")
@@ -319,10 +319,10 @@ INVALID_FIELDS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_invalid_values_are_refused_with_the_field() -> None:
+async def test_invalid_values_are_refused_with_the_name_of_the_field() -> None:
     async with run_in_process() as server:
         for route_kind, fields, param in INVALID_FIELDS:
-            path, body = PATHS[ChatBody if route_kind == "chat" else CompletionBody]
+            path, body = ROUTES_AND_BODIES[ChatBody if route_kind == "chat" else CompletionBody]
             error = await server.expect_refusal(path, **{**body, **fields})
             assert error["param"] == param, (fields, error)
             assert error["type"] == "invalid_request_error"

@@ -334,7 +334,9 @@ async def test_requests_of_codex_are_accepted(caplog: pytest.LogCaptureFixture) 
         ({"input": "x" * 3000}, "input"),
     ],
 )
-async def test_invalid_values_are_refused_with_the_field(body: dict[str, Any], param: str) -> None:
+async def test_invalid_values_are_refused_with_the_name_of_the_field(
+    body: dict[str, Any], param: str
+) -> None:
     async with run_in_process() as server:
         server.services.tokenizer.max_length = 2048
         refusal_error = await server.expect_refusal("/v1/responses", **body)
@@ -366,7 +368,7 @@ async def test_truncation_drops_the_oldest_turns() -> None:
         assert error.value.code == "context_length_exceeded"
 
 
-async def test_state_survives_a_restart(tmp_path: Path) -> None:
+async def test_stored_responses_survive_a_restart(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         response = await server.openai.responses.create(model="demo", input="Hi")
     async with run_in_process(make_echo_pipeline(), state_dir=str(tmp_path)) as server:

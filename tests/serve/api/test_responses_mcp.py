@@ -33,7 +33,7 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 def make_scripted_model(*turns: str) -> FakePipeline:
-    """Return a model that answers a prompt with n tool outputs with turn n, at most the last turn."""
+    """Return a model whose answer to a prompt with n tool outputs is ``turns[n]``, or else the last turn."""
     return FakePipeline.answering(lambda prompt: turns[min(prompt.count("tool: "), len(turns) - 1)])
 
 
@@ -64,11 +64,11 @@ async def create(server: InProcessServer, text: Any = "Add", **fields: Any) -> A
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("names_tool", [False, True])
+@pytest.mark.parametrize("names_server", [False, True])
 async def test_a_tool_is_called_and_its_output_is_used(
-    tools: ServedTools, stream: bool, names_tool: bool
+    tools: ServedTools, stream: bool, names_server: bool
 ) -> None:
-    fields: Any = {"tools": [CALC]} if names_tool else {}
+    fields: Any = {"tools": [CALC]} if names_server else {}
     async with run_server(tools, "I add. " + call_text("add", a=2, b=3), "It is 5.") as server:
         if stream:
             async with server.openai.responses.stream(model="demo", input="Add", **fields) as events:
@@ -185,7 +185,7 @@ async def test_a_function_call_of_the_client_ends_the_response(tools: ServedTool
         assert (await create(server, [output], **fields)).output_text == "Good."
 
 
-async def test_tools_with_the_name_of_a_function_are_renamed(tools: ServedTools) -> None:
+async def test_tools_with_the_name_of_a_function_are_renamed_for_the_model(tools: ServedTools) -> None:
     own_tool = {**WEATHER, "name": "add"}
     calls = call_text("calc_add", a=1, b=2) + call_text("get_picture")
     async with run_server(tools, calls, "x", "Good.") as server:
@@ -320,7 +320,7 @@ async def test_tool_choice_forces_a_call_only_in_the_first_turn(tools: ServedToo
 
 
 async def test_the_numbers_of_turns_and_calls_are_limited(tools: ServedTools) -> None:
-    """After the limit, the prompt contains no tools. This model answers only such a prompt."""
+    """After the limit, the prompt contains no tools. The model calls a tool if the prompt contains tools."""
 
     def answer(prompt: str) -> str:
         return call_text("add", a=1, b=1) if "<tools>" in prompt else "I stop."
@@ -426,7 +426,7 @@ async def test_a_response_is_cancelled_during_a_call(tools: ServedTools) -> None
         assert server.services.gate.num_active == 0
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"server_label": "other"}, "tools[0].server_label"),
     ({"server_label": "calc", "server_url": "http://169.254.169.254/mcp"}, "tools[0].server_url"),
     ({"server_label": "calc", "headers": {"a": "b"}}, "tools[0].headers"),
@@ -439,9 +439,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> None:
+async def test_invalid_values_are_refused_with_the_name_of_the_field(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server, run_in_process() as other_server:
-        for entry, param in REFUSED:
+        for entry, param in REFUSED_TOOLS:
             body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
             assert (await server.expect_refusal("/v1/responses", **body))["param"] == param
             assert (await other_server.expect_refusal("/v1/responses", **body))["param"].startswith(
@@ -449,7 +449,7 @@ async def test_invalid_values_are_refused_with_the_field(tools: ServedTools) -> 
             )
 
 
-async def test_the_url_of_a_configured_server_is_accepted_but_only_once(tools: ServedTools) -> None:
+async def test_a_configured_server_is_accepted_by_its_url_but_not_twice(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"

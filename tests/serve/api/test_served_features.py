@@ -1,4 +1,4 @@
-"""Adapters and speculation over HTTP, with the demo model and a real worker."""
+"""Adapters and speculative decoding over HTTP, with the demo model and a real worker."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ async def test_requests_with_adapters_run_concurrently_and_keep_an_unloaded_adap
         assert await list_models() == ["demo", "first"]
         plain_text, first_text = await complete_text(server), await complete_text(server, model="first")
         assert plain_text != first_text
-        load = {"lora_name": "second", "lora_path": str(adapters[1])}
-        assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        load_body = {"lora_name": "second", "lora_path": str(adapters[1])}
+        assert (await server.http.post("/v1/load_lora_adapter", json=load_body)).status_code == 200
         assert await list_models() == ["demo", "first", "second"]
-        # All three requests run concurrently, with the same results as alone.
+        # All three requests run concurrently, with the same results as one after another.
         second_text = await complete_text(server, model="second")
         assert second_text not in (plain_text, first_text)
         batch_responses = await asyncio.gather(
@@ -92,8 +92,8 @@ async def test_requests_with_adapters_run_concurrently_and_keep_an_unloaded_adap
         )
         while server.services.worker.stats.num_running == 0 and not running_task.done():
             await asyncio.sleep(0)
-        name = {"lora_name": "second"}
-        assert (await server.http.post("/v1/unload_lora_adapter", json=name)).status_code == 200
+        unload_body = {"lora_name": "second"}
+        assert (await server.http.post("/v1/unload_lora_adapter", json=unload_body)).status_code == 200
         assert await list_models() == ["demo", "first"]
         unloaded_response = await server.post("/v1/chat/completions", model="second", messages=STORY)
         assert (unloaded_response.status_code, unloaded_response.json()["error"]["code"]) == (
@@ -115,7 +115,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-async def test_speculation_does_not_change_outputs() -> None:
+async def test_speculative_decoding_does_not_change_outputs() -> None:
     async def complete_all(**fields: Any) -> list[str]:
         async with serve_demo(**fields) as server:
             texts = await asyncio.gather(*(complete_text(server, **body) for body in BODIES))

@@ -18,7 +18,7 @@ from openai import OpenAI
 from support.asgi import Exchange, wait_until
 from support.in_process_server import InProcessServer, parse_events, run_in_process
 from support.live_server import live_server
-from support.tiny_speech import RATE, FakeCodec, fake_codec_catalog, write_tiny_speech
+from support.tiny_speech import SAMPLE_RATE, FakeCodec, fake_codec_catalog, write_tiny_speech
 from support.workers import Gate
 
 from penstock import LLM
@@ -74,14 +74,14 @@ async def synthesize(server: InProcessServer, **body: Any) -> bytes:
     return response.content
 
 
-async def test_audio_equals_that_of_the_library(folder: Path, library_audio: Any) -> None:
+async def test_audio_equals_the_audio_of_the_library(folder: Path, library_audio: Any) -> None:
     async with open_speech_server(folder) as server:
         for text in ("Hello.", LONG):
             pcm = await synthesize(server, input=text, response_format="pcm")
             assert pcm == library_audio(text)
             assert len(pcm) > 20
         with wave.open(io.BytesIO(await synthesize(server, response_format="wav"))) as file:
-            assert file.getframerate() == RATE
+            assert file.getframerate() == SAMPLE_RATE
             assert file.readframes(1 << 20) == library_audio("Hello.")
         assert await synthesize(server, voice="default", response_format="pcm") == library_audio("Hello.")
         options = {"audio_prompt_tokens": [4, 5], "audio_prompt_transcription": "Ho"}
@@ -98,7 +98,7 @@ async def test_audio_equals_that_of_the_library(folder: Path, library_audio: Any
 
 
 async def test_audio_bytes_are_sent_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audio bytes are not changed if they are equal to a UTF-8 line separator."""
+    """The server does not escape audio bytes that are equal to the bytes of a UTF-8 line separator."""
     audio = "\u0085\u2028\u2029".encode()
     monkeypatch.setattr("penstock.serve.api.speech.AudioEncoder.add", lambda encoder, samples: audio)
     async with open_speech_server(folder) as server:
@@ -189,7 +189,7 @@ _OPTIONS: dict[Path, Any] = {}
 
 @asynccontextmanager
 async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
-    """Yield a server for requests that fail before a step. Its options are created once per folder."""
+    """Yield a server for requests that fail before a step. The options are created once per folder."""
     options = _OPTIONS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
@@ -258,7 +258,7 @@ async def test_disconnects_do_not_change_other_speech_streams(folder: Path, libr
         await wait_until(lambda: server.services.worker.stats.num_used_blocks == 0)
 
 
-async def test_a_disconnect_cancels_the_remaining_parts(folder: Path) -> None:
+async def test_a_disconnect_cancels_the_remaining_parts_of_the_text(folder: Path) -> None:
     async with open_speech_server(folder) as server:
         app = server.app
         body = {"input": LONG * 4, "response_format": "pcm", **SAMPLING}
@@ -278,7 +278,7 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
         assert "penstock_time_to_first_audio_seconds_count 1.0" in text
         assert "penstock_real_time_factor_count 1.0" in text
         seconds = float(text.split("\npenstock_audio_seconds_total ")[1].split()[0])
-        assert seconds == pytest.approx(len(pcm) / 2 / RATE)
+        assert seconds == pytest.approx(len(pcm) / 2 / SAMPLE_RATE)
 
 
 def test_the_openai_client_plays_speech(folder: Path, library_audio: Any) -> None:

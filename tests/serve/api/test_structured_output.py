@@ -340,7 +340,7 @@ async def test_reasoning_precedes_formatted_output(tmp_path: Any) -> None:
         f"{{# <think> </think> #}}{source}{{% if add_generation_prompt %}}<think>\n{{% endif %}}"
     )
     async with serve_demo(chat_template=str(template)) as server:
-        assert server.services.parsers.reasoning_format == "think"
+        assert server.services.parsers.reasoning_format_name == "think"
         bias = {str(server.services.tokenizer.encode_text("</", False).tolist()[0]): 3.0}
         for seed in range(3):
             body = {

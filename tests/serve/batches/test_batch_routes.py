@@ -133,7 +133,7 @@ async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
         assert server.services.worker.num_outstanding == 0
 
 
-async def test_files_are_listed_in_order(tmp_path: Path) -> None:
+async def test_files_are_listed_in_the_order_of_their_creation(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
         for _ in range(3):
@@ -230,13 +230,13 @@ async def test_malformed_forms_are_refused(tmp_path: Path, message: str) -> None
         assert not list((tmp_path / "files").iterdir())
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-async def test_a_form_in_small_chunks_is_parsed(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+async def test_a_form_in_chunks_is_parsed(tmp_path: Path, chunk_size: int) -> None:
     form_data = FILE + PURPOSE + b"--x--\r\n"
 
     async def send_chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(form_data), size):
-            yield form_data[start : start + size]
+        for start in range(0, len(form_data), chunk_size):
+            yield form_data[start : start + chunk_size]
 
     async with run_in_process(state_dir=str(tmp_path)) as server:
         response = await server.http.post(

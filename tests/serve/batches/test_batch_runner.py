@@ -1,4 +1,4 @@
-"""`BatchDispatcher`, which sends the lines of a batch to the routes of the server, and the files it uses."""
+"""`BatchDispatcher`, which sends the lines of a batch to the server's routes, and the files of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.in_process_server import InProcessServer, run_in_process
 from penstock.errors import InputError
 from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError, post
 from penstock.serve.batches.batch_lines import (
-    PRIORITY,
+    PRIORITY_OFFSET,
     BatchRequest,
     InvalidLine,
     check_unique,
@@ -37,10 +37,10 @@ def parse_requests(*lines: bytes) -> Iterator[BatchRequest | InvalidLine]:
     return (parse_line(text, number, 1000, 1000) for number, text in enumerate(lines, 1))
 
 
-async def run(
+async def dispatch(
     server: InProcessServer, lines: Iterable[BatchRequest | InvalidLine], concurrency: int = 4
 ) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
-    """Return the results by custom_id, and for each result its success and its number of tokens."""
+    """Run lines of a batch. Return custom_id -> result, and (success, number of tokens) of each result."""
     results, successes_and_tokens = {}, []
 
     def store_result(result: bytes, has_succeeded: bool, num_tokens: int) -> None:
@@ -49,8 +49,8 @@ async def run(
         successes_and_tokens.append((has_succeeded, num_tokens))
 
     app = server.app
-    runner = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
-    await runner.run(iter(lines))
+    dispatcher = BatchDispatcher(app, concurrency, is_stopping=lambda: False, on_result=store_result)
+    await dispatcher.run(iter(lines))
     return results, successes_and_tokens
 
 
@@ -71,7 +71,7 @@ async def test_a_result_is_one_line_for_readers_that_split_at_unicode_line_ends(
 
 async def test_valid_and_invalid_lines_have_results() -> None:
     async with run_in_process() as server:
-        results, successes_and_tokens = await run(
+        results, successes_and_tokens = await dispatch(
             server,
             parse_requests(
                 make_request_line("chat"),
@@ -111,7 +111,7 @@ async def test_valid_and_invalid_lines_have_results() -> None:
 async def test_batches_need_no_key_and_have_a_lower_priority() -> None:
     (request,) = parse_requests(make_request_line("a", priority=5))
     assert isinstance(request, BatchRequest)
-    assert request.body["priority"] == PRIORITY + 5
+    assert request.body["priority"] == PRIORITY_OFFSET + 5
     async with run_in_process(api_key=("one", "two")) as server:
         app = server.app
         assert (await post(app, "/v1/chat/completions", request.body)).status == 200
@@ -121,7 +121,7 @@ async def test_batches_need_no_key_and_have_a_lower_priority() -> None:
 
 async def test_the_dispatcher_waits_while_the_queue_is_full() -> None:
     async with run_in_process(max_queue_size=1, max_batch_size=1) as server:
-        results, _ = await run(
+        results, _ = await dispatch(
             server, parse_requests(*[make_request_line(f"n{index}") for index in range(12)]), concurrency=12
         )
         assert {value["response"]["status_code"] for value in results.values()} == {200}
@@ -132,18 +132,18 @@ async def test_lines_after_a_stop_have_no_result() -> None:
     async with run_in_process(FakePipeline.saying("x" * 200)) as server:
         app = server.app
         results: list[bytes] = []
-        runner = BatchDispatcher(
+        dispatcher = BatchDispatcher(
             app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda result, *_: results.append(result)
         )
         with pytest.raises(StoppedError):
-            await runner.run(parse_requests(*[make_request_line(f"n{index}") for index in range(9)]))
+            await dispatcher.run(parse_requests(*[make_request_line(f"n{index}") for index in range(9)]))
         assert 3 <= len(results) <= 4
 
 
 async def test_cancelling_a_batch_cancels_its_requests() -> None:
     async with run_in_process(FakePipeline.saying("x" * 100_000)) as server:
         task = asyncio.create_task(
-            run(server, parse_requests(make_request_line("a"), make_request_line("b")))
+            dispatch(server, parse_requests(make_request_line("a"), make_request_line("b")))
         )
         async with asyncio.timeout(30):
             while server.services.worker.num_outstanding < 2:

@@ -46,7 +46,7 @@ def test_invalid_keys_are_refused_without_naming_a_valid_key(headers: list[tuple
     assert exc_info.value.status_code == 401
     assert exc_info.value.headers is not None
     assert exc_info.value.headers["www-authenticate"].startswith("Bearer")
-    assert "one" not in exc_info.value.message.replace("one of this server's", "")
+    assert "one" not in exc_info.value.message
 
 
 def test_without_keys_every_client_is_accepted() -> None:

@@ -82,7 +82,7 @@ def test_unusual_valid_bodies_are_decoded(body: bytes) -> None:
     assert decode_json(body) == json.loads(body)
 
 
-def echo_body() -> APIRouter:
+def make_echo_router() -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/echo")
@@ -99,7 +99,7 @@ def echo_body() -> APIRouter:
 @pytest.mark.parametrize("path", ["/echo", "/raw"])
 @pytest.mark.parametrize(("body", "message"), INVALID_BODIES.values(), ids=INVALID_BODIES.keys())
 async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, message: str) -> None:
-    async with app_client(make_services(), echo_body()) as client:
+    async with app_client(make_services(), make_echo_router()) as client:
         response = await post(client, body, path=path)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
@@ -108,9 +108,9 @@ async def test_requests_with_invalid_bodies_get_400(path: str, body: bytes, mess
 
 async def test_only_bodies_up_to_the_maximum_size_are_accepted() -> None:
     body = json.dumps({"a": "b" * 100_000}).encode()  # so large that a separate process decodes it
-    async with app_client(make_services(max_body_size=len(body)), echo_body()) as client:
+    async with app_client(make_services(max_body_size=len(body)), make_echo_router()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
-    async with app_client(make_services(max_body_size=len(body) - 1), echo_body()) as client:
+    async with app_client(make_services(max_body_size=len(body) - 1), make_echo_router()) as client:
         refused_response = await post(client, body)
     assert refused_response.status_code == 413
     assert refused_response.json()["error"]["code"] == "request_too_large"
@@ -121,7 +121,7 @@ async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
     services = make_services()
     services.large_bodies.acquire()
     large_body = json.dumps({"a": "b" * 600_000}).encode()
-    async with app_client(services, echo_body()) as client:
+    async with app_client(services, make_echo_router()) as client:
         assert (await post(client, large_body, path="/raw")).status_code == 200
         while services.large_bodies.num_active < 8:
             services.large_bodies.acquire()
@@ -144,7 +144,7 @@ async def test_the_size_limit_applies_while_a_body_arrives() -> None:
             num_sent_bytes += 1000
             yield b"a" * 1000
 
-    async with app_client(make_services(max_body_size=10_000), echo_body()) as client:
+    async with app_client(make_services(max_body_size=10_000), make_echo_router()) as client:
         response = await client.post(
             "/echo", content=send_chunks(), headers={"content-type": "application/json"}
         )
@@ -161,7 +161,7 @@ async def test_a_body_with_a_too_large_content_length_is_not_read() -> None:
         yield b"{}"
 
     headers = {"content-type": "application/json", "content-length": "10001"}
-    async with app_client(make_services(max_body_size=10_000), echo_body()) as client:
+    async with app_client(make_services(max_body_size=10_000), make_echo_router()) as client:
         response = await client.post("/echo", content=send_chunks(), headers=headers)
     assert (response.status_code, num_sent_chunks) == (413, 0)
 
@@ -172,7 +172,7 @@ async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
         await asyncio.sleep(60)
         yield b"1}"
 
-    async with app_client(make_services(body_timeout=0.05), echo_body()) as client:
+    async with app_client(make_services(body_timeout=0.05), make_echo_router()) as client:
         response = await client.post(
             "/echo", content=send_chunks(), headers={"content-type": "application/json"}
         )
@@ -197,7 +197,7 @@ async def test_a_body_that_is_not_received_in_time_gets_408() -> None:
     ],
 )
 async def test_only_json_media_types_are_accepted(media_type: str, status: int) -> None:
-    async with app_client(make_services(), echo_body()) as client:
+    async with app_client(make_services(), make_echo_router()) as client:
         response = await post(client, b'{"a": 1}', media_type)
     assert response.status_code == status
     if status != 200:
@@ -205,8 +205,8 @@ async def test_only_json_media_types_are_accepted(media_type: str, status: int) 
 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
-    """A browser sends a request without a media type from another site without a preflight request."""
-    async with app_client(make_services(), echo_body()) as client:
+    """A browser needs no preflight request to send a page's request without a media type to another site."""
+    async with app_client(make_services(), make_echo_router()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415
     assert "Content-Type: application/json" in response.json()["error"]["message"]

@@ -116,15 +116,15 @@ def parse_responses(data: bytes) -> list[tuple[int, dict[str, Any]]]:
     return responses
 
 
-async def test_answers_are_sent_without_delay() -> None:
-    """TCP_NODELAY is set on each accepted connection, so that a write is sent at once."""
+async def test_tcp_nodelay_is_set_on_accepted_connections() -> None:
+    """With TCP_NODELAY, the operating system sends each write at once."""
     nodelay_flags: list[int] = []
 
     class NodelayRecorder(EchoApp):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             for connection in server.server_state.connections:
-                accepted = connection.transport.get_extra_info("socket")
-                nodelay_flags.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                accepted_socket = connection.transport.get_extra_info("socket")
+                nodelay_flags.append(accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             await super().__call__(scope, receive, send)
 
     server = HttpServer(NodelayRecorder(), ServeConfig())  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ async def test_a_unix_socket_is_served(tmp_path: Any) -> None:
             writer.close()
 
 
-AMBIGUOUS = {
+AMBIGUOUS_OR_INVALID_FRAMING = {
     "length before chunked": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
     "chunked before length": b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
     "two lengths": b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde",
@@ -156,8 +156,10 @@ AMBIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("framing_and_body", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
-async def test_ambiguous_framing_closes_the_connection(framing_and_body: bytes) -> None:
+@pytest.mark.parametrize(
+    "framing_and_body", AMBIGUOUS_OR_INVALID_FRAMING.values(), ids=AMBIGUOUS_OR_INVALID_FRAMING.keys()
+)
+async def test_ambiguous_or_invalid_framing_closes_the_connection(framing_and_body: bytes) -> None:
     app = EchoApp()
     async with run_server(app) as port:
         data = await exchange(port, POST % b"a" + framing_and_body + GET % b"smuggled")
@@ -266,7 +268,7 @@ async def test_a_half_closed_client_gets_its_answer() -> None:
 
 
 async def test_a_half_closed_client_can_wait_for_its_answer() -> None:
-    """To detect a disconnect, the server sends the first bytes of the answer early, one by one."""
+    """While the client waits, the server sends the first bytes of the answer one by one as probes."""
     app = EchoApp()
     async with run_server(app) as port:
         exchange_task = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))

@@ -1,4 +1,4 @@
-"""`Gate`: it counts active requests, and is closed while the model is loaded and during shutdown."""
+"""`Gate` counts active requests, and is closed until the model is loaded and during shutdown."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ async def test_the_gate_is_idle_after_the_last_request() -> None:
 
 async def test_a_gate_cannot_be_opened_after_it_was_closed() -> None:
     gate = Gate(is_open=False)
-    assert "loaded" in gate.reason
+    assert "loaded" in gate.refusal_reason
     gate.open()
-    assert gate.reason == ""
+    assert gate.refusal_reason == ""
     gate.close()
     gate.open()
-    assert "shutting down" in gate.reason
+    assert "shutting down" in gate.refusal_reason
 
 
 @pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])
 async def test_only_a_short_body_is_read_completely_before_its_request_is_refused(
     length: int, is_read: bool
 ) -> None:
-    """Closing a connection with unread bytes could reset it. The client could then lose the response."""
+    """Closing a connection with unread bytes resets it, and the client could then lose the response."""
     num_sent_bytes = 0
 
     async def send_chunks() -> AsyncIterator[bytes]:

@@ -19,8 +19,8 @@ from penstock.errors import UnavailableError
 from penstock.serve.http import json_process
 from penstock.serve.http.json_decoder import JsonDecoder
 from penstock.serve.http.json_process import (
-    REPLY,
-    REQUEST,
+    REPLY_HEADER,
+    REQUEST_HEADER,
     InvalidJsonError,
     TooManyValuesError,
     decode,
@@ -46,9 +46,9 @@ def count_values(value: Any) -> tuple[int, int]:
     """Return the number of objects, arrays and keys, and the number of commas between values."""
     if isinstance(value, dict | list):
         counts = [count_values(element) for element in (value.values() if isinstance(value, dict) else value)]
-        keys = len(value) if isinstance(value, dict) else 0
+        num_keys = len(value) if isinstance(value, dict) else 0
         return (
-            1 + keys + sum(element for element, _ in counts),
+            1 + num_keys + sum(element for element, _ in counts),
             max(0, len(value) - 1) + sum(element for _, element in counts),
         )
     return 0, 0
@@ -141,14 +141,14 @@ async def test_the_reply_to_a_cancelled_request_is_discarded(decoder: JsonDecode
 
 def test_the_process_serves_until_its_input_ends() -> None:
     requests = b"".join(
-        REQUEST.pack(len(body), 5, 5) + body for body in (b"[1]", b"{", b"[[],[],[],[],[],[]]")
+        REQUEST_HEADER.pack(len(body), 5, 5) + body for body in (b"[1]", b"{", b"[[],[],[],[],[],[]]")
     )
     replies = io.BytesIO()
-    serve(io.BytesIO(requests + REQUEST.pack(10, 5, 5) + b"half"), replies)
+    serve(io.BytesIO(requests + REQUEST_HEADER.pack(10, 5, 5) + b"half"), replies)
     replies.seek(0)
     kinds_and_replies = []
-    while head := replies.read(REPLY.size):
-        kind, size = REPLY.unpack(head)
+    while head := replies.read(REPLY_HEADER.size):
+        kind, size = REPLY_HEADER.unpack(head)
         kinds_and_replies.append((kind, replies.read(size)))
     assert [kind for kind, _ in kinds_and_replies] == [
         json_process.DECODED,

@@ -122,7 +122,7 @@ def make_body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 def read_stream(
     http: httpx.Client, max_tokens: int, after_first_event: Callable[[], Any]
 ) -> tuple[list[Any], Any]:
-    """Return the events of a stream. Also return the result of calling `after_first_event` during it."""
+    """Return the events of a stream and the result of `after_first_event`, called after the first event."""
     events: list[Any] = []
     action_result: Any = None
     with http.stream("POST", "/v1/completions", json=make_body(max_tokens, stream=True)) as response:
@@ -297,17 +297,17 @@ def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
         )
 
 
-def test_the_grammar_probe_does_not_delay_readiness(server_run: ServerRun) -> None:
-    probe_started = threading.Event()
+def test_the_warm_up_of_grammars_does_not_delay_readiness(server_run: ServerRun) -> None:
+    warm_up_started = threading.Event()
 
     def choose(context: TextContext) -> int:
         if context.grammar is not None:
             assert server_run.ready.is_set()
-            probe_started.set()
+            warm_up_started.set()
         return FakeTokenizer.EOS
 
     def use_server(http: httpx.Client) -> bool:
-        has_started = probe_started.wait(60)
+        has_started = warm_up_started.wait(60)
         send_signal(signal.SIGTERM)
         return has_started
 
@@ -318,7 +318,7 @@ def test_the_grammar_probe_does_not_delay_readiness(server_run: ServerRun) -> No
 
 def test_idle_connections_do_not_delay_the_shutdown(server_run: ServerRun) -> None:
     def use_server(http: httpx.Client) -> int:
-        http.get("/health")  # its connection stays open
+        http.get("/health")  # the client keeps the connection open
         send_signal(signal.SIGTERM)
         return 0
 

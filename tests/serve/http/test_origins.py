@@ -159,7 +159,7 @@ async def test_same_origin_and_allowed_requests_are_accepted(
     assert response.status_code == 404
 
 
-async def test_the_error_has_the_format_of_the_api() -> None:
+async def test_the_error_has_the_format_of_the_api_of_the_path() -> None:
     foreign_headers = {"origin": "https://evil.example"}
     refused_response = await send_request("/v1/messages", foreign_headers, "POST")
     assert refused_response.status_code == 403

@@ -170,7 +170,7 @@ async def test_each_error_of_a_route_is_converted(index: int) -> None:
     assert response.headers.get("retry-after") == CASES[index][5]
 
 
-async def test_errors_of_the_framework_have_the_format() -> None:
+async def test_errors_of_the_framework_have_the_openai_format() -> None:
     async with app_client(make_services(), make_failing_routes()) as client:
         unknown_route_error = read_error(await client.get("/v1/nothing"), 404)
         wrong_method_response = await client.get("/form")

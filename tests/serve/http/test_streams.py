@@ -1,4 +1,4 @@
-"""The joined chunks of a stream equal the response without ``stream``, with tokens and usage."""
+"""The joined chunks of a stream equal the response without ``stream``, including tokens and usage."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_continuous_usage_grows_to_the_final_usage() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_continuous_usage_counts_the_tokens_up_to_and_including_its_chunk(n: int) -> None:
+async def test_continuous_usage_counts_the_tokens_up_to_and_including_the_chunk(n: int) -> None:
     async with run_in_process(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
         for path, prompt_fields in (
             ("chat/completions", {"messages": [user_message("Hi")]}),

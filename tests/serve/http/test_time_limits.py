@@ -72,7 +72,7 @@ async def test_the_request_timeout_limits_the_whole_stream() -> None:
     assert 0 < len(received_items) < 1000
 
 
-async def test_the_request_timeout_limits_the_admission() -> None:
+async def test_the_request_timeout_limits_the_wait_for_a_result() -> None:
     with pytest.raises(RequestProblem, match=r"longer than 0\.05 seconds"):
         await make_limits(request_timeout=0.05).within(asyncio.sleep(60))
 

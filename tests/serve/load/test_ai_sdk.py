@@ -1,4 +1,4 @@
-"""Requests of the AI SDK (`@ai-sdk/openai-compatible`), and the response fields that it reads."""
+"""Requests of the AI SDK (`@ai-sdk/openai-compatible`), and the response fields that the SDK reads."""
 
 from __future__ import annotations
 

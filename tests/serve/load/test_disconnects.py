@@ -9,7 +9,7 @@ import random
 from support.server_process import RawExchange, ServerProcess, post_head, raw_exchange
 
 NUM_STREAMS = 200
-LENGTH = 120
+NUM_NEW_TOKENS = 120
 
 
 async def test_other_streams_are_complete_while_clients_disconnect(server: ServerProcess) -> None:
@@ -30,7 +30,7 @@ async def test_other_streams_are_complete_while_clients_disconnect(server: Serve
     complete_counts = [
         count for count, behaviour in zip(token_counts, behaviours, strict=True) if behaviour == "stay"
     ]
-    assert complete_counts == [LENGTH] * 20
+    assert complete_counts == [NUM_NEW_TOKENS] * 20
 
     metrics = server.wait_until_idle()
     assert metrics["penstock_kv_blocks_cached"] <= metrics["penstock_kv_blocks"]
@@ -54,7 +54,7 @@ async def run_client(port: int, index: int, behaviour: str, num_events: int) -> 
         "stream": True,
         "stream_options": {"include_usage": True},
         "temperature": 1,
-        "max_tokens": LENGTH,
+        "max_tokens": NUM_NEW_TOKENS,
         "ignore_eos": True,
         "n": 1 if behaviour == "stay" else 1 + index % 3,
     }
@@ -120,8 +120,8 @@ async def test_closed_connections_do_not_increase_the_memory(server: ServerProce
             await exchange.body(headers)
             assert status == 400
 
-    async def open_and_close(count: int) -> None:
-        for _ in range(count):
+    async def open_and_close(num_rounds: int) -> None:
+        for _ in range(num_rounds):
             await asyncio.gather(*(send_invalid_request() for _ in range(20)))
 
     await open_and_close(10)

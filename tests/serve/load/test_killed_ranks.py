@@ -1,4 +1,4 @@
-"""A server with a model in two processes (tensor parallelism). Each process is killed under load."""
+"""A server with a model in two ranks (tensor parallelism). Each rank is killed under load."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from support.long_requests import send_request
 from support.server_process import server_process
 
 
-def find_other_ranks(worker: int) -> list[int]:
-    """Return the process ids of the other ranks. The worker is rank 0."""
-    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+def find_other_ranks(worker_pid: int) -> list[int]:
+    """Return the process ids of all ranks except rank 0, which is the worker."""
+    children = Path(f"/proc/{worker_pid}/task/{worker_pid}/children").read_text().split()
     return [int(pid) for pid in children if b"distributed" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 

@@ -165,7 +165,7 @@ HUGE_REQUESTS: list[tuple[str, Any]] = [
     make_chat(response_format=make_schema_format(LARGE_SCHEMA)),
     make_chat(tools=make_tools(LARGE_SCHEMA), tool_choice="required"),
 ]
-"""Requests close to the maximum body size, and grammars that exceed the compilation limits."""
+"""Requests with very long bodies, and grammars that exceed the compilation limits."""
 
 # fmt: off
 RAW_BODIES: list[bytes] = [
@@ -226,10 +226,10 @@ async def test_each_field_refuses_or_accepts_all_values_of_each_type(server: Ser
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_huge_requests_are_refused_while_another_client_is_answered(server: ServerProcess) -> None:
-    """The other client gets each response within 10 seconds."""
+    """The other client gets every response within 10 seconds."""
     other_client_task = asyncio.create_task(keep_requesting(server))
     statuses = await post_all(server, encode_bodies(HUGE_REQUESTS), seconds=600)
-    assert statuses.keys() == {400}
+    assert statuses.keys() <= {400, 413}
     other_client_task.cancel()
     await asyncio.wait([other_client_task])
     assert other_client_task.cancelled()

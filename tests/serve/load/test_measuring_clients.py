@@ -1,4 +1,4 @@
-"""Requests of common load generators, and the response fields that they need.
+"""Requests of common load generators, and the response fields that the load generators need.
 
 The requests follow the documentation of the tools. The tests check each response field that a tool reads.
 """
@@ -21,46 +21,60 @@ from support.server_process import ServerProcess
 DEMO = ROOT / "penstock" / "demo"
 CHAT = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Tell me a story."}]}]}
 TEXT_CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-CONTINUOUS_USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STREAM_WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+STREAM_WITH_CONTINUOUS_USAGE = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
 PROMPT = {"prompt": "Once upon a time"}
 
 REQUESTS = {
-    "vllm openai-chat": ("chat", CHAT | USAGE | {"temperature": 0.0, "max_completion_tokens": 24}),
+    "vllm openai-chat": (
+        "chat",
+        CHAT | STREAM_WITH_USAGE | {"temperature": 0.0, "max_completion_tokens": 24},
+    ),
     "vllm openai-chat, ignore_eos": (
         "chat",
         CHAT
-        | USAGE
+        | STREAM_WITH_USAGE
         | {"temperature": 0.0, "max_completion_tokens": 24, "ignore_eos": True, "min_tokens": 24},
     ),
     "vllm openai": (
         "text",
-        PROMPT | USAGE | {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 24, "logprobs": None},
+        PROMPT
+        | STREAM_WITH_USAGE
+        | {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 24, "logprobs": None},
     ),
-    "vllm openai, tokens": ("text", {"prompt": [5, 6, 7] * 10, "max_tokens": 24, "ignore_eos": True} | USAGE),
+    "vllm openai, tokens": (
+        "text",
+        {"prompt": [5, 6, 7] * 10, "max_tokens": 24, "ignore_eos": True} | STREAM_WITH_USAGE,
+    ),
     "sglang": (
         "text",
-        PROMPT | USAGE | {"temperature": 0.0, "best_of": 1, "max_tokens": 24, "ignore_eos": True},
+        PROMPT | STREAM_WITH_USAGE | {"temperature": 0.0, "best_of": 1, "max_tokens": 24, "ignore_eos": True},
     ),
-    "sglang chat": ("chat", TEXT_CHAT | USAGE | {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}),
+    "sglang chat": (
+        "chat",
+        TEXT_CHAT | STREAM_WITH_USAGE | {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True},
+    ),
     "guidellm text": (
         "text",
         PROMPT
-        | CONTINUOUS_USAGE
+        | STREAM_WITH_CONTINUOUS_USAGE
         | {"max_tokens": 24, "max_completion_tokens": 24, "stop": None, "ignore_eos": True},
     ),
     "guidellm chat": (
         "chat",
         CHAT
-        | CONTINUOUS_USAGE
+        | STREAM_WITH_CONTINUOUS_USAGE
         | {"max_tokens": 24, "max_completion_tokens": 24, "stop": None, "ignore_eos": True},
     ),
     "aiperf": (
         "chat",
-        TEXT_CHAT | USAGE | {"max_completion_tokens": 24, "min_tokens": 24, "ignore_eos": True},
+        TEXT_CHAT | STREAM_WITH_USAGE | {"max_completion_tokens": 24, "min_tokens": 24, "ignore_eos": True},
     ),
     "llmperf": ("chat", TEXT_CHAT | {"stream": True, "max_tokens": 24}),
-    "inference-perf": ("text", PROMPT | USAGE | {"max_tokens": 24, "ignore_eos": True}),
+    "inference-perf": ("text", PROMPT | STREAM_WITH_USAGE | {"max_tokens": 24, "ignore_eos": True}),
 }
 CAPITALS = {"Germany": "Berlin", "France": "Paris"}
 TASK_TEMPLATE = """
@@ -194,7 +208,7 @@ def test_guidellm_measures_the_server(server: ServerProcess, tmp_path: Path) -> 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
-def test_lm_eval_measures_the_accuracy(server: ServerProcess, tmp_path: Path, kind: str) -> None:
+def test_lm_eval_measures_an_accuracy_of_one(server: ServerProcess, tmp_path: Path, kind: str) -> None:
     """The demo model selects each capital, or generates each sentence in a chat, so the accuracy is 1."""
     rows = [
         {"q": f"What is the capital of {country}?", "a": capital} for country, capital in CAPITALS.items()

@@ -19,5 +19,5 @@ async def test_a_session_stays_with_its_worker(tmp_path: Path, header: str) -> N
             assert not await stays_with_its_worker(client, "none")
             assert await stays_with_its_worker(client, "header", {header: "a"})
             assert await stays_with_its_worker(client, "user", user="b")
-            # A header that is not the configured one names no session.
+            # The server ignores other headers, so this request has no session.
             assert not await stays_with_its_worker(client, "other", {"X-Other": "c"})

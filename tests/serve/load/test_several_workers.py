@@ -1,4 +1,4 @@
-"""A server with two workers: each is killed under load, and then both are replaced by a reload."""
+"""A server with two workers: each worker is killed under load, and then a reload replaces both workers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ServerClient:
         return [values["0"], values["1"]]
 
     async def start_four_per_worker(self, salt: str) -> list[asyncio.Task[httpx.Response]]:
-        """Start eight requests. Return when four of them run on each worker.
+        """Start eight requests. Return when four of the requests run on each worker.
 
-        If a request ends before that, start eight other requests.
+        If a request ends earlier, wait for all eight requests and start eight other requests.
         """
         for attempt in count():
             running_tasks = [
@@ -55,6 +55,7 @@ class ServerClient:
         raise AssertionError
 
     async def wait_until(self, name: str, *expected: float) -> None:
+        """Wait until a metric has the expected values for the two workers, in any order."""
         async with asyncio.timeout(60):
             while await self.count_per_worker(name) not in [[*expected], [*expected[::-1]]]:
                 await asyncio.sleep(0.05)

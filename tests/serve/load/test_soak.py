@@ -1,4 +1,4 @@
-"""Minutes of mixed load, then with killed workers: memory stops growing, and each request is answered."""
+"""Mixed load, first without and then with killed workers. Memory grows slower, and all requests end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.server_process import ServerProcess, raw_exchange, server_process
 from penstock.serve.api.parameters import UNSUPPORTED
 
 SECONDS = 60
-"""Seconds of load while workers are killed. Each of the three parts before has half of this duration."""
+"""Seconds of load with killed workers. Each of the three parts without killed workers takes half as long."""
 NUM_CLIENTS = 24
 TOOL = {
     "type": "function",
@@ -26,7 +26,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-async def test_mixed_load_leaves_no_state(tmp_path: Path) -> None:
+async def test_memory_and_results_are_stable_under_mixed_load(tmp_path: Path) -> None:
     # The cache is small, so that all its pages are resident before memory is measured.
     flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
     with server_process(tmp_path / "log", *flags) as server:
@@ -69,7 +69,7 @@ def read_memory(server: ServerProcess) -> tuple[int, int]:
 
 
 async def run_clients(server: ServerProcess, seconds: float) -> Counter[str]:
-    """Run many clients. Return how many requests ended in each way."""
+    """Run many clients. Return outcome of `send_random_request` -> number of requests."""
     outcomes: Counter[str] = Counter()
     end_time = time.monotonic() + seconds
 
@@ -91,6 +91,7 @@ async def kill_worker_repeatedly(server: ServerProcess) -> None:
 
 
 async def send_random_request(port: int, rng: random.Random) -> str:
+    """Return "disconnected", "complete", "streamed", "broken" (503 or an error event) or "refused"."""
     path, body = draw_body(rng)
     async with raw_exchange(port, path, body) as exchange:
         if rng.random() < 0.1:

@@ -20,7 +20,7 @@ import pytest
         pytest.param("2> >(head -c 10 >/dev/null)", marks=pytest.mark.slow),
     ],
 )
-def test_the_server_works_without_a_writable_standard_error(redirection: str) -> None:
+def test_the_server_answers_and_stops_without_a_writable_standard_error(redirection: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = f"exec {sys.executable} -m penstock serve --model demo --port {port} {redirection}"

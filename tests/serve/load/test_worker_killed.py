@@ -1,4 +1,4 @@
-"""The worker process is killed under load: each client gets one error or its answer; the worker restarts."""
+"""The worker process is killed under load. Each client gets one error or a response. The worker restarts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from support.long_requests import PATHS, send_request
 from support.server_process import ServerProcess
 
 
-async def test_requests_of_a_killed_worker_get_one_error_or_an_answer_and_the_worker_restarts(
+async def test_requests_of_a_killed_worker_get_one_error_or_a_response_and_the_worker_restarts(
     server: ServerProcess,
 ) -> None:
     expected = server.complete(temperature=0)["choices"]
-    restarts_before = server.wait_until_idle()["penstock_worker_restarts_total"]
+    num_restarts_before = server.wait_until_idle()["penstock_worker_restarts_total"]
     clients = [asyncio.ensure_future(send_request(server.port, index)) for index in range(60)]
     while server.metrics()["penstock_requests_running"] < 8:
         await asyncio.sleep(0.02)
@@ -33,4 +33,4 @@ async def test_requests_of_a_killed_worker_get_one_error_or_an_answer_and_the_wo
     await asyncio.to_thread(server.wait_for_status, "/health", 200)
     assert server.worker not in (None, killed_worker)
     assert server.complete(temperature=0)["choices"] == expected
-    assert server.wait_until_idle()["penstock_worker_restarts_total"] == restarts_before + 1
+    assert server.wait_until_idle()["penstock_worker_restarts_total"] == num_restarts_before + 1

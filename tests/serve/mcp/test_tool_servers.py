@@ -11,7 +11,7 @@ from support.tool_servers import ServedTools, broken_server, tool_server
 
 from penstock.errors import ConfigError, MissingDependencyError
 from penstock.serve.config import ServeConfig
-from penstock.serve.mcp import tool_server as module
+from penstock.serve.mcp import tool_server as tool_server_module
 from penstock.serve.mcp.tool_server import ToolServers, check_package
 from penstock.serve.mcp.tool_session import MAX_OUTPUT_CHARACTERS, ToolServer, ToolServerError, ToolSession
 
@@ -88,7 +88,7 @@ async def test_a_token_is_sent_and_not_printed() -> None:
 
 
 @needs_mcp
-async def test_tool_lists_are_cached_until_they_expire(
+async def test_tool_lists_and_failures_are_cached_until_they_expire(
     calculator: ServedTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = ToolServers([f"t={calculator.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
@@ -100,7 +100,7 @@ async def test_tool_lists_are_cached_until_they_expire(
     failed_list = await servers.tools_of(unreachable)
     assert failed_list.error is not None
     assert await servers.tools_of(unreachable) is failed_list
-    monkeypatch.setattr(module, "LIST_SECONDS", -1.0)
+    monkeypatch.setattr(tool_server_module, "LIST_CACHE_SECONDS", -1.0)
     servers.close()
     await servers.tools_of(reachable)
     await servers.tools_of(reachable)
@@ -110,7 +110,7 @@ async def test_tool_lists_are_cached_until_they_expire(
 
 
 def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(tool_server_module, "find_spec", lambda name: None)
     check_package(())
     with pytest.raises(MissingDependencyError, match=r"pip install 'penstock-llm\[mcp\]'"):
         check_package(("a=http://localhost/mcp",))

@@ -17,7 +17,7 @@ from support.engines import FakeEngine
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointNotFoundError, ConfigError
 from penstock.pipelines.core import PipelineTask
-from penstock.serve.models.front import make_front
+from penstock.serve.models.front import make_outer_app
 from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.services import Services
 from penstock.testing import FakeTokenizer
@@ -25,7 +25,7 @@ from penstock.worker.engine_client import EngineClient, SleepLevel
 
 
 class SlowEngine(FakeEngine):
-    """A fake engine whose load takes several iterations of the event loop."""
+    """A fake engine whose `wake_up` takes 10 ms or fails."""
 
     load_error: Exception | None = None
 
@@ -95,7 +95,7 @@ async def open_application(
         model.services = services
         services.metrics.add_engine(model.engine, {"waiting": "waits"}, model.name)
     assert services is not None
-    transport = httpx.ASGITransport(make_front(registry))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(make_outer_app(registry))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield ApplicationClient(registry, client)
     services.states.close()
@@ -140,12 +140,12 @@ async def test_an_unknown_model_gets_status_404_in_the_format_of_the_api() -> No
         assert client.loaded_models == []
 
 
-async def test_an_adapter_belongs_to_its_model() -> None:
+async def test_a_request_for_an_adapter_goes_to_the_model_of_the_adapter() -> None:
     model_a, model_b = make_served_model("a"), make_served_model("b", enable_lora=True)
     async with open_application(model_a, model_b, budget=2) as client:
         await client.complete_text("b")
-        load = {"lora_name": "tone", "lora_path": "/tone"}
-        answer = await client.http.post("/v1/load_lora_adapter?model=b", json=load)
+        load_body = {"lora_name": "tone", "lora_path": "/tone"}
+        answer = await client.http.post("/v1/load_lora_adapter?model=b", json=load_body)
         assert answer.status_code == 200, answer.text
         assert await client.complete_text("tone") == "I am b"
         model_list = (await client.http.get("/v1/models")).json()["data"]
@@ -156,7 +156,7 @@ async def test_an_adapter_belongs_to_its_model() -> None:
         }
 
 
-async def test_routes_of_a_task_need_a_model_of_the_task() -> None:
+async def test_requests_without_a_model_go_to_the_first_model_of_the_task() -> None:
     async with open_application(
         make_served_model("a"), make_served_model("e", task="embeddings-generation"), budget=2
     ) as client:
@@ -294,7 +294,7 @@ async def test_all_models_are_listed() -> None:
         assert client.loaded_models == ["a"]
 
 
-async def test_health_covers_all_loaded_models() -> None:
+async def test_health_needs_a_loaded_model_and_covers_all_loaded_models() -> None:
     async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
         assert (await client.http.get("/health")).status_code == 503
         await client.complete_text("a")

@@ -1,4 +1,4 @@
-"""Metrics of requests and workers with known numbers and times."""
+"""Metrics of requests with known token counts and times, and of workers with known statistics."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_each_outcome_has_its_status_label(
 ) -> None:
     metrics = Metrics(with_process=False)
     record, observer = begin_request(metrics)
-    record.status, record.client_left, record.ended_at = sent_status, client_left, record.received + 1
+    record.status, record.client_left, record.ended_at = sent_status, client_left, record.received_at + 1
     if error is not None:
         record.failed(*error)
     observer.finished(record)
@@ -208,7 +208,7 @@ def test_gauges_for_external_routers_have_the_configured_names() -> None:
     assert samples[f"vllm:lora_requests_info {labels}"] == 1
 
 
-def test_each_metric_has_a_description() -> None:
+def test_each_metric_has_a_help_text_and_is_described_in_the_module() -> None:
     metrics = Metrics()
     metrics.add_engine(FakeEngine())
     documentation = sys.modules[Metrics.__module__].__doc__ or ""
@@ -234,7 +234,7 @@ def test_metrics_report_the_build_and_startup_times() -> None:
 
 
 async def test_requests_are_counted_by_route_and_status() -> None:
-    """Probes are not counted. Unknown paths share one label. Applications do not share metrics."""
+    """Probes are not counted. All unknown paths have the same label. Applications do not share metrics."""
     services, other_services = make_services(api_key=("k",)), make_services()
     key_header = {"authorization": "Bearer k"}
     async with app_client(services) as client:

@@ -1,4 +1,4 @@
-"""Each request except probes is one span, in the caller's trace if there is one; tracing is optional."""
+"""Each request except probes is one span, which is part of the caller's trace if the request names one."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ def test_importing_the_server_does_not_import_the_sdk() -> None:
 
 def test_tracing_to_an_unreachable_endpoint_starts_and_closes() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    Tracing.to_endpoint(
-        "http://127.0.0.1:9/v1/traces"
-    ).close()  # nothing is sent to this address, at which no server listens
+    Tracing.to_endpoint("http://127.0.0.1:9/v1/traces").close()  # no server listens at this address
 
 
 def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

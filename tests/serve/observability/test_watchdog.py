@@ -13,7 +13,7 @@ from penstock.worker.messages import WorkerStats
 
 
 class WatchedWorker:
-    """A watchdog with a fake clock. It checks the worker only when a test calls `check_at`."""
+    """A fake worker, and a watchdog with a fake clock that checks the worker when a test calls `check_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         self.now = 0.0

@@ -13,7 +13,7 @@ from penstock.serve.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 CALLS_ROW = JsonCalls(
     name="fake",
     models="none",
-    example='[[CALLS]][{"tool": "f", "parameters": {"a": 1}}][[END]]',
+    example='[[CALLS]][{"tool_name": "f", "parameters": {"a": 1}}][[END]]',
     hints=("[[CALLS]]",),
     begin="[[CALLS]]",
     end="[[END]]",
@@ -35,14 +35,14 @@ def choose_parsers() -> ParserFactory:
 
 
 def test_the_chat_template_selects_the_rows() -> None:
-    assert (choose_parsers().tool_format, choose_parsers().reasoning_format) == ("fake", "fake")
-    assert ParserFactory.choose(TEMPLATE).tool_format is None
+    assert (choose_parsers().tool_format_name, choose_parsers().reasoning_format_name) == ("fake", "fake")
+    assert ParserFactory.choose(TEMPLATE).tool_format_name is None
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_reasoning_content_and_calls_are_parsed_for_any_chunk_size(size: int) -> None:
+@pytest.mark.parametrize("chunk_size", [1, 3, 1000])
+def test_reasoning_content_and_calls_are_parsed_for_any_chunk_size(chunk_size: int) -> None:
     text = f"[[WHY]]because[[SO]]Here: {OUTPUT}"
-    events = parse(choose_parsers().new(tools=TOOLS), text, [size])
+    events = parse(choose_parsers().new(tools=TOOLS), text, [chunk_size])
     assert events[:2] == [Reasoning("because"), Content("Here:")]
     assert collect_calls(events) == [CALL]
 
@@ -68,5 +68,5 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
 def test_a_row_without_template_hints_is_selected_only_by_the_setting() -> None:
     row = JsonCalls(name="silent", models="none", example="", hints=(), begin="[[CALLS]]")
     formats = {"silent": row}
-    assert ParserFactory.choose(TEMPLATE, tool_formats=formats).tool_format is None
-    assert ParserFactory.choose(TEMPLATE, "silent", tool_formats=formats).tool_format == "silent"
+    assert ParserFactory.choose(TEMPLATE, tool_formats=formats).tool_format_name is None
+    assert ParserFactory.choose(TEMPLATE, "silent", tool_formats=formats).tool_format_name == "silent"

@@ -1,4 +1,4 @@
-"""Each format: rendered calls are parsed for any chunking, no text is lost, parsing work is linear."""
+"""Each format: rendered calls are parsed for any chunks, no text is lost, and parsing takes linear time."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> Non
 @EXAMPLES
 @given(st.data())
 def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
-    """The text can have calls, and repeated parts that are longer than the maximum length of names."""
+    """The text can contain calls, and repeated words that are longer than the maximum length of names."""
     lengths = st.integers(200, 300)
     long_words = st.builds(lambda word, count: word * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
     rendered_calls = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
@@ -269,9 +269,9 @@ def test_text_without_a_tool_name_is_unchanged_content(name: str, data: st.DataO
 @EXAMPLES
 @given(st.data())
 def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
-    """Words outside markup are emitted, whatever precedes and follows them.
+    """Words are emitted as content, arguments or call ids, whatever markup is before and after the words.
 
-    Exceptions: the text of a truncated call, and call ids that the model writes.
+    The text of a truncated call at the end may be lost. Outputs that do not end with content are not checked.
     """
     words = [f"w{index}w" for index in range(30)]
     text_parts = data.draw(
@@ -290,8 +290,8 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize(("size", "length"), [(1, 1_500), (50, 15_000)])
-def test_parsing_work_is_linear(name: str, size: int, length: int) -> None:
+@pytest.mark.parametrize(("chunk_size", "length"), [(1, 1_500), (50, 15_000)])
+def test_the_number_of_examined_characters_is_linear(name: str, chunk_size: int, length: int) -> None:
     long_call = RENDERERS[name]([Call("search", {"text": "<tool_call>\n" * (length // 12)})])
     texts = [
         long_call,
@@ -306,5 +306,5 @@ def test_parsing_work_is_linear(name: str, size: int, length: int) -> None:
     ]
     for text in texts:
         parser = make_parser(name)
-        parse(parser, text, (size,))
+        parse(parser, text, (chunk_size,))
         assert parser.stream.num_examined <= 40 * len(text) + 1000

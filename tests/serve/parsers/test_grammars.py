@@ -20,13 +20,13 @@ xgrammar = pytest.importorskip("xgrammar")
 llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
-END = 256
+END_TOKEN_ID = 256
 NAMED_CHOICE = {"type": "function", "function": {"name": "search"}}
 SEARCH = Call("search", {"text": "a b", "count": 3})
 SCALARS = ("text", "count", "exact")
 
 
-def remove_nested_arguments() -> list[dict[str, Any]]:
+def tools_without_nested_arguments() -> list[dict[str, Any]]:
     """Return the tools without nested arguments. Grammars of nested arguments compile 50 times slower."""
     [search_tool, now_tool] = copy.deepcopy(TOOLS)
     properties = search_tool["function"]["parameters"]["properties"]
@@ -34,14 +34,14 @@ def remove_nested_arguments() -> list[dict[str, Any]]:
     return [search_tool, now_tool]
 
 
-FEW_ARGUMENTS = remove_nested_arguments()
+FLAT_TOOLS = tools_without_nested_arguments()
 
 
 @cache
 def make_compiler() -> Any:
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
     info = xgrammar.TokenizerInfo(
-        vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=[END]
+        vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=[END_TOKEN_ID]
     )
     return xgrammar.GrammarCompiler(info)
 
@@ -53,10 +53,10 @@ def compile_grammar(grammar: Grammar) -> Any:
 
 
 def accepts(grammar: Grammar | None, text: str) -> bool:
-    """Return whether a grammar accepts a whole text. Both grammar libraries must agree."""
+    """Return whether a grammar accepts a whole text. Check that xgrammar and llguidance agree."""
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
-    is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END))
+    is_accepted = bool(matcher.accept_string(text) and matcher.accept_token(END_TOKEN_ID))
     llguidance_matcher = llguidance_bytes.match_source(grammar_source(grammar))
     assert llguidance_bytes.accepts(llguidance_matcher, text.encode()) == is_accepted, (
         "the two libraries disagree"
@@ -64,8 +64,8 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
     return is_accepted
 
 
-def force_call(
-    name: str, choice: Any = "required", tools: Any = FEW_ARGUMENTS, **options: Any
+def grammar_that_forces_calls(
+    name: str, choice: Any = "required", tools: Any = FLAT_TOOLS, **options: Any
 ) -> Grammar | None:
     return ParserFactory.choose(None, name, "think").grammar(tools, choice, **options)
 
@@ -94,7 +94,11 @@ def render_calls(name: str, *calls: Call) -> str:
 @FORMATS
 def test_a_call_is_accepted_and_parsed(name: str) -> None:
     text = render_calls(name, SEARCH)
-    for grammar in (force_call(name), force_call(name, NAMED_CHOICE), force_call(name, parallel=False)):
+    for grammar in (
+        grammar_that_forces_calls(name),
+        grammar_that_forces_calls(name, NAMED_CHOICE),
+        grammar_that_forces_calls(name, parallel=False),
+    ):
         assert accepts(grammar, text)
     assert collect_calls(parse(ParserFactory.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
 
@@ -102,13 +106,13 @@ def test_a_call_is_accepted_and_parsed(name: str) -> None:
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
 def test_a_call_with_nested_arguments_is_accepted(name: str) -> None:
     text = render_calls(name, Call("search", {"text": "a", "tags": [1, {"b": []}], "filter": {"c": None}}))
-    assert accepts(force_call(name, tools=TOOLS), text)
+    assert accepts(grammar_that_forces_calls(name, tools=TOOLS), text)
 
 
 @FORMATS
 def test_other_text_is_rejected(name: str) -> None:
     text = render_calls(name, SEARCH)
-    grammar = force_call(name)
+    grammar = grammar_that_forces_calls(name)
     assert not accepts(grammar, "")
     assert not accepts(grammar, f"Well. {text}")
     assert not accepts(grammar, f"{text} Done.")
@@ -121,19 +125,19 @@ def test_other_text_is_rejected(name: str) -> None:
 @FORMATS
 def test_several_calls_are_accepted_only_with_parallel_calls(name: str) -> None:
     text = render_calls(name, SEARCH, SEARCH)
-    assert accepts(force_call(name), text) is (name not in SINGLE_CALL_FORMATS)
-    assert not accepts(force_call(name, parallel=False), text)
-    assert not accepts(force_call(name, NAMED_CHOICE), text)
+    assert accepts(grammar_that_forces_calls(name), text) is (name not in SINGLE_CALL_FORMATS)
+    assert not accepts(grammar_that_forces_calls(name, parallel=False), text)
+    assert not accepts(grammar_that_forces_calls(name, NAMED_CHOICE), text)
 
 
-def test_a_named_choice_forces_that_tool() -> None:
+def test_a_named_choice_forces_the_named_tool() -> None:
     now_call = render_calls("hermes", Call("now"))
-    assert accepts(force_call("hermes"), now_call)
-    assert not accepts(force_call("hermes", NAMED_CHOICE), now_call)
+    assert accepts(grammar_that_forces_calls("hermes"), now_call)
+    assert not accepts(grammar_that_forces_calls("hermes", NAMED_CHOICE), now_call)
 
 
 def test_a_pythonic_call_may_omit_optional_arguments() -> None:
-    grammar = force_call("pythonic")
+    grammar = grammar_that_forces_calls("pythonic")
     assert accepts(grammar, '[search(text="a", exact=true)]')
     assert not accepts(grammar, "[search(exact=true)]")
     assert accepts(grammar, "[now()]")
@@ -149,7 +153,7 @@ def test_a_pythonic_call_may_omit_optional_arguments() -> None:
 
 def test_choices_that_force_no_call_have_no_grammar() -> None:
     for choice in ("auto", "none", None):
-        assert force_call("hermes", choice) is None
+        assert grammar_that_forces_calls("hermes", choice) is None
     with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):
         ParserFactory.choose(None).grammar(TOOLS, "required")
 
@@ -167,14 +171,14 @@ REASONING = f"hm, </thin or not\n</think>\n\n{CALL}"
     ],
 )
 def test_reasoning_may_precede_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
-    grammar = force_call("hermes", reasoning=True, in_reasoning=in_reasoning)
+    grammar = grammar_that_forces_calls("hermes", reasoning=True, in_reasoning=in_reasoning)
     for text in (REASONING, f"<think>\n{REASONING}", CALL):
         # Within a reasoning block, a second "<think>" is reasoning text.
         expected = text in accepted or (in_reasoning is True and text != CALL)
         assert accepts(grammar, text) is expected, text
     assert not accepts(grammar, f"hm {CALL}")
     assert not accepts(grammar, f"<think>hm</think>Well. {CALL}")
-    assert not accepts(force_call("hermes"), f"<think>\n{REASONING}")
+    assert not accepts(grammar_that_forces_calls("hermes"), f"<think>\n{REASONING}")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,10 @@ def test_random_text_is_accepted_as_by_the_json_module(text: str, sizes: list[in
 
 
 def _continues_a_number(text: str, end: int) -> bool:
-    """Return whether characters of a number follow. json.JSONDecoder reads 1 from "1-1"; scanners do not."""
+    """Return whether a text is a number, followed at `end` by further characters of a number.
+
+    json.JSONDecoder reads 1 from "1-1". The scanner rejects such a text.
+    """
     return text[end : end + 1] != "" and text[end] in "0123456789+-.eE" and text[0] in "-0123456789"
 
 
@@ -179,5 +182,4 @@ def test_python_values_become_json(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize("text", ["nan", "inf", "f(1)", "{1: 2}", "{'a'}", "a", "lambda", "1 2]", "--1"])
 def test_invalid_python_literals_are_rejected(text: str) -> None:
-    value = PythonScanner()
-    assert not scan(value, f"[{text}]", [1])[1]
+    assert not scan(PythonScanner(), f"[{text}]", [1])[1]

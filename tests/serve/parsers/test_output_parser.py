@@ -1,4 +1,4 @@
-"""`OutputParser` and `ParserFactory`: behaviour that formats share, and details of some formats."""
+"""`OutputParser` and `ParserFactory`: behaviour that all formats share, and details of some formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse_text(text: str, name: str = "hermes", reasoning: str = "think", **opti
     return events
 
 
-def test_only_white_space_before_calls_is_removed_from_the_content() -> None:
+def test_white_space_before_calls_is_removed_from_the_content() -> None:
     assert parse_text(f"  One \n{CALL}\n{NOW_CALL}\n two ") == [
         Content("  One"),
         *make_call_events(),
@@ -89,7 +89,7 @@ def test_calls_are_content_without_tools_or_with_the_choice_none(options: dict[s
     assert parse_text(f"a\n{CALL}", "hermes", "none", **options) == [Content(f"a\n{CALL}")]
 
 
-def test_a_named_choice_allows_only_that_tool() -> None:
+def test_a_named_choice_allows_only_calls_of_the_named_tool() -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     assert parse_text(CALL + NOW_CALL, tool_choice=choice) == [
         Content(CALL),
@@ -157,7 +157,7 @@ def test_without_parallel_calls_the_output_ends_after_the_first_call() -> None:
     assert parser.push(NOW_CALL) == parser.finish() == []
 
 
-def test_each_format_has_its_own_call_ids() -> None:
+def test_call_ids_have_the_length_of_the_format_or_are_read_from_the_text() -> None:
     def find_call_id(name: str, text: str) -> str:
         event = ParserFactory.choose(None, name, "none").new(tools=TOOLS).push(text)[0]
         assert isinstance(event, ToolCallStart)
@@ -285,9 +285,12 @@ def test_tagged_arguments_get_the_types_of_the_schema() -> None:
 
 
 def test_settings_select_the_parsers() -> None:
-    assert ParserFactory.choose("<tool_call> arguments </think>", "none", "none").tool_format is None
-    assert ParserFactory.choose("<tool_call> arguments </think>", "none", "auto").reasoning_format == "think"
-    assert ParserFactory.choose(None).tool_format is None
+    assert ParserFactory.choose("<tool_call> arguments </think>", "none", "none").tool_format_name is None
+    assert (
+        ParserFactory.choose("<tool_call> arguments </think>", "none", "auto").reasoning_format_name
+        == "think"
+    )
+    assert ParserFactory.choose(None).tool_format_name is None
     with pytest.raises(
         ConfigError, match=r"tool_call_parser: 'hermse' is unknown: use auto, none, or one of .*hermes"
     ):

@@ -18,12 +18,14 @@ from penstock.serve.parsers import Content, Event, ParserFactory, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
-SEVERAL = pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in SINGLE_CALL_FORMATS])
+FORMATS_WITH_SEVERAL_CALLS = pytest.mark.parametrize(
+    "name", [name for name in TOOL_FORMATS if name not in SINGLE_CALL_FORMATS]
+)
 SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
 
 
 def parse_text(name: str, text: str) -> tuple[list[Call], str]:
-    """Return the calls and the content of a text. Check that they do not depend on chunking."""
+    """Return the calls and the content of a text. Check that the events do not depend on chunking."""
     events = parse_events(name, text)
     call_events = [event for event in events if not isinstance(event, Content)]
     return collect_calls(call_events), "".join(event.text for event in events if isinstance(event, Content))
@@ -37,7 +39,7 @@ def parse_events(name: str, text: str) -> list[Event]:
     return events
 
 
-@SEVERAL
+@FORMATS_WITH_SEVERAL_CALLS
 @pytest.mark.parametrize("separator", ["", " ", "\n", "\n\n", " \r\n\t"])
 def test_white_space_between_calls_is_ignored(name: str, separator: str) -> None:
     expected_calls = [SEARCH, NOW, SEARCH]
@@ -70,7 +72,7 @@ def test_text_around_a_call_is_content(name: str, text_before: str, text_after: 
     assert content == text_before.rstrip() + text_after
 
 
-@SEVERAL
+@FORMATS_WITH_SEVERAL_CALLS
 def test_text_between_calls_is_content(name: str) -> None:
     render = RENDERERS[name]
     assert parse_text(name, f"{render([SEARCH])}\nand then\n{render([NOW])}") == ([SEARCH, NOW], "and then")
@@ -107,7 +109,7 @@ def test_lists_of_llama_are_parsed(text: str) -> None:
 
 @FORMATS
 def test_an_incomplete_call_is_not_content(name: str) -> None:
-    """If an incomplete call has begun, its text is not content, except a "<" of an incomplete marker."""
+    """After `ToolCallStart`, no text of an incomplete call is content, except "<" of an incomplete marker."""
     text = RENDERERS[name]([SEARCH])
     for end in range(len(text)):
         events = parse_events(name, text[:end])

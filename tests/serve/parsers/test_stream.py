@@ -1,4 +1,4 @@
-"""The same markers are found in chunks of a text as in the whole text, also with common prefixes."""
+"""The same markers are found in chunks of a text as in the whole text, also if markers share prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published chat templates: their formats, parsing of calls that they render, prompts that open reasoning."""
+"""Published chat templates: formats, parsing of calls that templates render, prompts that open reasoning."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ EXPECTED_FORMATS: dict[str, tuple[str | None, str | None]] = {
     "nemotron3nano_chat_template": ("qwen3_coder", "think"),
     "qwen38_chat_template": ("qwen3_coder", "think"),
 }
-# Tokens that end an output. They are not part of its text.
+# Tokens that end an output and are not part of the output's text.
 END_TOKENS = (
     "</s>",
     "<|im_end|>",
@@ -106,7 +106,7 @@ def read_templates() -> dict[str, str]:
 def test_each_template_has_the_expected_formats() -> None:
     parsers = {name: ParserFactory.choose(source) for name, source in read_templates().items()}
     selected_formats = {
-        name: (parser_factory.tool_format, parser_factory.reasoning_format)
+        name: (parser_factory.tool_format_name, parser_factory.reasoning_format_name)
         for name, parser_factory in parsers.items()
     }
     assert {
@@ -117,7 +117,7 @@ def test_each_template_has_the_expected_formats() -> None:
 def test_the_demo_model_has_the_expected_formats() -> None:
     template = (ROOT / "penstock" / "demo" / "chat_template.jinja").read_text()
     parsers = ParserFactory.choose(template)
-    assert (parsers.tool_format, parsers.reasoning_format) == ("hermes", None)
+    assert (parsers.tool_format_name, parsers.reasoning_format_name) == ("hermes", None)
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
@@ -137,7 +137,7 @@ def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> N
         with pytest.raises(InputError, match="single tool-calls"):
             template.render([user, answer], TOOLS)
         return
-    if num_calls > 1 and parsers.tool_format in SINGLE_CALL_FORMATS:
+    if num_calls > 1 and parsers.tool_format_name in SINGLE_CALL_FORMATS:
         pytest.skip("the template renders only one call")
     rendered_text = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
     prompt = template.render([user], TOOLS)

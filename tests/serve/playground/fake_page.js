@@ -1,4 +1,4 @@
-// The part of a browser that the modules of the similarity page use, and a server that returns fixed vectors.
+// The parts of a browser that the tested modules of the playground use, and a fake server.
 
 class Element {
   constructor(tag) {
@@ -42,4 +42,4 @@ export function serve(answer) {
 
 /** Returns the texts of the cells of a table, row by row. */
 export const cells = (table) =>
-  table.children.flatMap((part) => part.children.map((row) => row.children.map((one) => one.textContent)));
+  table.children.flatMap((part) => part.children.map((row) => row.children.map((cell) => cell.textContent)));

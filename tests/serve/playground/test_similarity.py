@@ -1,6 +1,6 @@
 """The similarity page of the playground, run by Node with a fake page and a fake server.
 
-A further test checks that the server has all modules and elements of the playground.
+A further test checks that the server serves all modules, and that the page has the elements they use.
 """
 
 from __future__ import annotations

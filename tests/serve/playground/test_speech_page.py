@@ -56,7 +56,7 @@ for (const size of [1, 3, 44, 45, 100]) {{
   for (let i = 0; i < wav.length; i += size) {{
     decoded.push(...decoder.add(Uint8Array.from(wav.slice(i, i + size))));
   }}
-  results.push([decoder.rate, decoded]);
+  results.push([decoder.sampleRate, decoded]);
 }}
 const errors = [];
 const view = new SpeechView({{ onerror: (error) => errors.push(error.status) }});

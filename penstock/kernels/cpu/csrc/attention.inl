@@ -1,30 +1,31 @@
-// Attention over the paged cache in one pass, with an online softmax in float32. It is causal unless `keys_ahead` is
+// Attention over the paged KV cache in one pass, with an online softmax in float32. It is causal unless `keys_ahead` is
 // set. Cache blocks are read in place.
 //
-// The work is divided into items. An item has a tile of queries of one sequence and kv head, and all keys that these
-// queries see. The queries are those of some rows and of the query heads that share the kv head. Keys are processed in
-// tiles of TILE keys. Each chunk of CHUNK keys has a separate softmax, and the chunks are merged in order of position.
+// The work is divided into items. An item has queries of one sequence and kv head, and all keys that these queries see.
+// The queries are those of consecutive rows and of query heads that share the kv head. Keys are processed in tiles of
+// TILE keys. Each chunk of CHUNK keys has a partial softmax, and the partial softmaxes are merged in order of position.
 // Tiles and chunks start at multiples of their size, counted from position 0. The bits of a query's result therefore do
-// not depend on its batch, its prompt chunk, or the number of threads. If there are fewer than 4 items per thread, each
-// chunk of an item is a separate task, and the chunks are merged afterwards.
+// not depend on its batch, the chunks of its prefill, or the number of threads. If several threads have fewer than 4
+// items each, and an item may have more than 2 chunks, each chunk of an item is a separate task.
 //
-// An item with many queries packs each tile of keys and values once for all queries. An item with few queries loads
-// them into registers directly. Both variants do the same additions in the same order and give the same bits.
+// An item with more than FEW_QUERIES queries packs each tile of keys and values once for all its queries. Most items
+// with fewer queries load keys and values into registers without packing. Both variants do the same additions in the
+// same order and give the same bits.
 
 constexpr int64_t TILE = 64;    // keys
 constexpr int64_t CHUNK = 512;  // keys
-// Minimum and maximum number of queries of an item if a sequence is long and all its queries see the same keys. Each
-// item packs its keys and values, so fewer and larger items pack less in total.
+// Minimum and maximum number of queries of an item if the longest sequence is long and all queries of a sequence see
+// the same keys. Each item packs its keys and values, so fewer and larger items pack less in total.
 constexpr int64_t MANY_QUERIES = 128, MAX_QUERIES = 512;
 constexpr int64_t ITEMS_PER_THREAD = 8;  // an item may have more than MANY_QUERIES if each thread gets this many items
-// Maximum number of queries of an item in all other cases: short sequences, and queries that see different keys. Such
-// an item computes the scores of all its queries with all its keys, including masked ones. The constant is also the
-// maximum number of heads of an item.
+// Maximum number of queries of an item in all other cases: short sequences, and queries that see different keys. An
+// item computes the scores of all its queries with all its keys, including masked keys, so larger items would compute
+// more masked scores. The constant is also the maximum number of heads of an item.
 constexpr int64_t MAX_MASKED_QUERIES = 64;
 constexpr int64_t FEW_QUERIES = 8;  // keys and values are packed for items with more queries than this
 
 struct Attention {
-  int64_t type, cache_type;  // cache_type 2: int8
+  int64_t type, cache_type;  // 0: float32, 1: bfloat16; cache_type 2: int8
   const void *q, *cache;  // [T, H, D] with strides; [2, N, K, S, D]
   const float* scales;    // [2, N, K, S] of an int8 cache, else null
   void* out;              // [T, H, D]
@@ -36,7 +37,7 @@ struct Attention {
   int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
   int64_t keys_ahead; // number of keys after its position that a query sees; 0: causal attention
   int64_t bias_head;
-  double scale, cap;  // cap 0: no cap
+  double scale, cap;  // cap: soft cap of the scores; 0: none
 };
 
 // Returns the position of the first key that the query at `position` sees.
@@ -63,6 +64,7 @@ struct Item {
   const Item* next;                                  // the item that the thread probably gets next, or null
 };
 
+// Divides a call into numbered items. `first` becomes the array Items::first.
 static Items number_items(const Attention& a, int64_t threads, int64_t* first) {
   Items items = {};
   items.group = a.H / a.K;
@@ -152,7 +154,8 @@ template <class Body> INLINE void for_each_query(const Attention& a, const Item&
     for (int64_t head = first; head < first + item.heads; head++) body(m++, row, head);
 }
 
-// Divides the sums of an item by the totals, including sinks, and stores the results to `a.out`.
+// Divides the weighted sums of values of an item by the sums of exponentials, including the sinks, and stores the
+// results to `a.out`.
 template <class P, class TQ>
 static void store_results(const Attention& a, const Item& item, const PartialSoftmax& sums) {
   const int64_t Dp = padded_width(a.D), M = item.rows * item.heads;
@@ -214,7 +217,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   if (split) {
     chunks = items.max_chunks;
     team.barrier();  // all threads have read the items
-    if (team.rank == 0) {  // the larger request may return other memory, so the items are stored again
+    if (team.rank == 0) {  // the larger scratch memory may have another address, so the items are stored again
       memory = (char*)penstock_scratch(SHARED, items_bytes + items.count * chunks * partial_floats * 4);
       store_items();
     }

@@ -4,7 +4,7 @@
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
 // Returns the padded number of units of a query of D numbers, a multiple of one vector.
 template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
-// Returns the padded number of queries: 3 and 4 become 4, and 5 to FEW_QUERIES become 8.
+// Returns the padded number of queries: 3 becomes 4, and 5 to FEW_QUERIES become 8. Other numbers are unchanged.
 INLINE int64_t padded_count(int64_t M) { return M > FEW_QUERIES || M < 3 ? M : M > 4 ? 8 : 4; }
 
 // The keys (side 0) or values (side 1) of the sequence and kv head of an item, indexed by position. The rows of W
@@ -25,13 +25,14 @@ template <class TC> struct CachedRows {
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
-    // The target is L2, which supports more outstanding misses than L1. Twice as fast for keys in memory.
+    // Prefetches into L2, which supports more outstanding misses than L1. This is twice as fast if no cache has the
+    // keys.
     for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
 
-// The tile of keys that a thread processes after the current tile, in the same item or in its next item. It is
-// prefetched while the current tile is processed.
+// The tile of keys that a thread processes after the current tile, in the same item or in the thread's next item. The
+// thread prefetches it while it processes the current tile.
 template <class TC> struct NextTile {
   CachedRows<TC> keys;
   int64_t tile, end;
@@ -90,7 +91,8 @@ template <class P> struct PackedOperands {
     q_scales = memory, memory += M;
     factors = memory;
   }
-  // Returns the operands without the first queries. Scores and weights use the same memory from its start.
+  // Returns the operands without the first queries. Only the pointers to queries, q_scales and factors advance: scores
+  // and weights of the remaining queries overwrite those of the first.
   INLINE_MEMBER PackedOperands skip_queries(int64_t queries, int64_t D) const {
     PackedOperands rest = *this;
     rest.q += queries * padded_units<P>(D), rest.q_scales += queries, rest.factors += queries;
@@ -123,8 +125,8 @@ INLINE void store_shorts(uint32_t* units, int64_t i, vf x) {
   _mm256_storeu_si256((__m256i*)((int16_t*)units + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 
-// Quantises a query to 15-bit integers. Their error is below that of bfloat16, and a sum of up to 1024 products with
-// bytes fits in 32 bits. The scale of a query with a NaN or an infinity is NaN.
+// Quantizes a query to 15-bit integers. The error is below the rounding error of bfloat16, and a sum of up to 1024
+// products with bytes fits in 32 bits. The scale of a query with a NaN or an infinity is NaN.
 INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
   constexpr float LIMIT = 16383;
   vf maxima = {}, zero_or_nan = {};
@@ -195,7 +197,7 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
 
 // Loads the values of TERMS consecutive keys from column `d` on, as two vectors of units. `row` points to the values of
 // the first key, row + stride to those of the second. `first` and `second` are whether the keys are visible. Values of
-// other keys become 0, because their memory may hold stale NaNs, which a weight of 0 does not remove.
+// invisible keys become 0, because their memory may hold stale NaNs, and 0 * NaN is NaN.
 template <class TC>
 INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool first, bool, Floats) {
   for (int v = 0; v < 2; v++) {
@@ -222,8 +224,8 @@ INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64
 }
 #endif
 
-// Returns 2 W sums in the order of the columns of the values. `interleave` has changed this order, because it works
-// within 128-bit lanes.
+// Returns 2 W sums in the order of the columns of the values. If TERMS is 2, the sums are in the order of `interleave`,
+// which works within 128-bit lanes.
 template <class P> INLINE void restore_order(vf low, vf high, vf (&restored)[2]) {
   restored[0] = low, restored[1] = high;
   if (P::TERMS == 1) return;
@@ -287,7 +289,7 @@ INLINE void add_values(const CachedRows<TC>& values, const NextTile<TC>& next_ti
 // Loads scores as floats. Scores from integer products are stored as integers.
 INLINE vf as_score(const float* sums, Floats) { return load(sums); }
 
-// Stores the weights of W * COUNT keys, rounded as the products need, and adds the exponentials to the total.
+// Stores the weights of W * COUNT keys in the type of the products, and adds the exponentials to the total.
 template <int COUNT>
 INLINE void store_weights(float* weights, const vf (&exponentials)[COUNT], const vf (&weighted)[COUNT], vf& total,
                           float&, Floats) {
@@ -299,7 +301,7 @@ INLINE void store_weights(float* weights, const vf (&exponentials)[COUNT], const
 #if PENSTOCK_DOT
 INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
 INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
-// The next two functions add the rounded weights to the total, because the products use the rounded weights.
+// The next two functions add the rounded weights instead of the exponentials, because the products use the former.
 template <int COUNT>
 INLINE void store_weights(uint32_t* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
                           Pairs) {
@@ -337,8 +339,8 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
 INLINE float max_excess(const Attention& a) { return a.keys_ahead ? 8 : 0; }
 
 // Updates the partial softmax of query m with the keys begin:end of a tile. HAS_SCALES is whether keys and values have
-// scales. COUNT is the number of vectors of the tile that hold keys. SEES_ALL is whether the query sees all keys of these
-// vectors, without a cap and a bias.
+// scales. COUNT is the number of vectors of the tile that hold keys. SEES_ALL is whether the query sees all keys of
+// these vectors, without a cap and a bias.
 template <class P, bool HAS_SCALES, int COUNT, bool SEES_ALL>
 INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, PartialSoftmax& sums, int64_t m, int64_t Dp,
                            int64_t begin, int64_t end, const float* bias) {
@@ -386,7 +388,8 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
   store(sums.sum_exp + m * W, total);
 }
 
-// A range of rows of an item. Their queries are the first queries in the given operands and sums.
+// A range of rows of an item. The operands and sums that a function receives with it start at the queries of these
+// rows.
 struct RowRange {
   int64_t begin, end;
 };

@@ -1,18 +1,19 @@
-// Quantised blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some kinds a
-// minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - OFFSET) - minimum. In
+// Quantized blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some encodings
+// a minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - offset) - minimum. In
 // encodings with units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16
-// factor. These products are exact in float32. The code of a 4-bit float is an index into a table of the integers 12 +
-// 2 * value.
+// factor. These products are exact in float32. The code of a 4-bit float (E2M1) is an index into a table of the
+// integers 12 + 2 * number.
 //
 // Rows of x are quantized as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
 // scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
 //
 // The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low
-// bytes and one of the high bytes. The products with both are added.
+// bytes and one of the high bytes. With AVX-512, each is multiplied with x, and the products are added. Otherwise the
+// bytes are joined to 16-bit numbers first.
 //
-// A unit of a panel has GROUPS groups of GROUP inputs, then the factors. A group has the low four bits of the codes as
-// in int4, then the higher bits (one word per output for 5 bits, two for 6 bits), the scales and the minima of all
-// outputs.
+// A unit of a panel has GROUPS groups of GROUP inputs, then the factors, or the scales of nf4 and fp4. A group has the
+// low four bits of the codes as in int4, then the higher bits (one word per output for 5 bits, two for 6 bits), the
+// scales and the minima of all outputs.
 
 struct ByteScale {  // an integer 0..255
   static constexpr int64_t BYTES = 1;
@@ -73,8 +74,8 @@ INLINE vu look_up_bytes(const uint8_t* numbers, vu indices) {
 #endif
 }
 
-// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. For AVX-512 the
-// numbers therefore have an offset of 2^15, and the sums start at -2^15 times the sum of x.
+// A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. For AVX-512, 2^15
+// is therefore added to the numbers, and the sums start at -2^15 times the sum of x.
 struct NumberTable {
   float unit;  // the number that the integer 1 represents
   uint8_t low[16], high[16];

@@ -1,5 +1,5 @@
 // Collectives between the ranks of one host, in memory that the ranks share: `SharedRegion` in
-// penstock/distributed/region.py. At the end of the file: the lookup in a rank's part of an embedding table.
+// penstock/distributed/region.py. The last kernel looks up tokens in a rank's part of an embedding table.
 //
 // A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
 // message n, each rank
@@ -7,8 +7,8 @@
 //   2. publishes n,
 //   3. waits until the other ranks have published n or more,
 //   4. reads their buffers n & 1.
-// A rank publishes n + 1 only after it has read message n. A rank writes message n + 2 into the same buffer only after
-// all ranks have published n + 1, so that it never overwrites a message that is still being read.
+// A rank publishes n + 1 only after it has read the messages n of all ranks. A rank writes message n + 2 into buffer n
+// & 1 only after all ranks have published n + 1, so it never overwrites a message that another rank still reads.
 
 constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
 
@@ -190,7 +190,7 @@ static void run(const AllGather& a, const Team& team) {
 }
 KERNEL(all_gather, AllGather)
 
-struct FromRank0 {  // replaces the bytes of `data` by those of rank 0
+struct FromRank0 {  // copies the `data` of rank 0 to the `data` of the other ranks
   char* data;
   int64_t bytes;  // at most the capacity
   Region* region;

@@ -1,6 +1,6 @@
 // Operations of audio codecs over rows [T, C]: depthwise convolution, snake, scaled addition, group norm, and the two
-// operations before and after the linear layer of an inverse short-time Fourier transform. Dense convolutions are
-// linear layers (kernels/convolution.py).
+// operations before and after the linear layer of an inverse short-time Fourier transform. Convolutions with one group
+// are linear layers (kernels/convolution.py).
 
 // ---- sine and cosine ----
 // An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 6e-8.
@@ -54,7 +54,7 @@ constexpr int CONV_ROWS = 4;  // number of output rows for which the taps are lo
 // the order of the taps.
 template <class T, int ROWS>
 INLINE void depthwise_rows(const DepthwiseConv1d& a, int64_t row, int64_t begin, int64_t end) {
-  const int64_t step = a.stride * a.x_stride, apart = a.dilation * a.x_stride;
+  const int64_t row_step = a.stride * a.x_stride, tap_step = a.dilation * a.x_stride;
   const T* x = (const T*)a.x + (row * a.stride - a.padding) * a.x_stride;
   T* out = (T*)a.out + row * a.C;
   for_vectors(a.C, EACH_VECTOR {
@@ -63,7 +63,7 @@ INLINE void depthwise_rows(const DepthwiseConv1d& a, int64_t row, int64_t begin,
     for (int r = 0; r < ROWS; r++) sums[r] = bias;
     for (int64_t j = begin; j < end; j++) {
       const vf tap = load(a.taps + j * a.C + i, lanes);
-      for (int r = 0; r < ROWS; r++) sums[r] = fma(tap, load(x + j * apart + r * step + i, lanes), sums[r]);
+      for (int r = 0; r < ROWS; r++) sums[r] = fma(tap, load(x + j * tap_step + r * row_step + i, lanes), sums[r]);
     }
     for (int r = 0; r < ROWS; r++) store(out + r * a.C + i, sums[r], lanes);
   });

@@ -1,7 +1,6 @@
 // Operations on single rows: norms, activations, sums, and copies of indexed rows.
 
 // Writes the RMS norm of a row of E numbers.
-
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
   const vf squares = sum_of_vectors(E, ADD_VECTOR {
@@ -10,7 +9,8 @@ INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps)
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
-    // Unless the weight is wider than T, rounds to T before the weight is applied, as in the training of most models.
+    // Rounds to T before the weight is applied, as in the training of most models, unless the types of x and weight
+    // differ.
     vf normed = load(x + i, lanes) * factor;
     if (sizeof(T) == sizeof(TW)) normed = rounded_to(x, normed);
     store(out + i, normed * load(weight + i, lanes), lanes);
@@ -84,7 +84,7 @@ struct Relu2 {
   INLINE vf of(vf x) { return Relu::of(x) * Relu::of(x); }
 };
 
-// Returns the activation of x, with the accuracy that a result of type T needs.
+// Returns the activation of x, exact enough for rounding to type T.
 template <class T, class Activation> INLINE vf activated(vf x) { return Activation::of(x); }
 #if PENSTOCK_DOT
 // Computes 1 / (1 + e^-2u) with a relative error of 2e-4, which rounding to bfloat16 hides. This takes half the time of
@@ -95,7 +95,7 @@ template <> INLINE_MEMBER vf activated<bf16, GeluTanh>(vf x) {
 }
 #endif
 
-// Calls body with the function of the activation with this number, for results of type T.
+// Calls body with the activation function of index `number`, for results of type T.
 template <class T, class Body> INLINE void with_activation(int64_t number, Body body) {
   if (number == 0) body([](vf x) __attribute__((always_inline)) { return activated<T, Silu>(x); });
   if (number == 1) body([](vf x) __attribute__((always_inline)) { return activated<T, Gelu>(x); });
@@ -335,7 +335,7 @@ struct Xielu {  // x [n, F], rows strided; out [n, F]
   const void* x;
   void* out;
   int64_t n, F, stride;
-  double positive, negative, slope, top;
+  double positive, negative, slope, top;  // the fields of XIELU (kernels/activations.py); top: eps
 };
 
 template <class T> static void xielu(const Xielu& a, const Team& team) {

@@ -23,14 +23,15 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
   int64_t topk_weights_stride;
   const ExpertWeights* table;  // [count, 2]: the layers gate_up [2F, E] and down [E, F] of each expert
   void* out;
-  int64_t rows, top, count, gate_up_encoding, down_encoding, E, F;
+  int64_t rows, top, count;  // count: number of experts of this rank
+  int64_t gate_up_encoding, down_encoding, E, F;
   int64_t first, is_part;  // id of the first expert; whether experts with other ids are on other ranks
   double alpha, limit;
 };
 
 constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job; their sums fit in the cache of a core
 constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
-constexpr int64_t MIN_PAIRS = 256;         // pairs that a round may have beyond ROUND_BYTES; at least JOB_ROWS
+constexpr int64_t MIN_PAIRS = 256;         // pairs that a round may have even above ROUND_BYTES; at least JOB_ROWS
 // A piece of work is a run of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
 // RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
@@ -50,7 +51,7 @@ INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int6
 struct ExpertsMemory {
   int64_t* ends;    // [count + 1]: end of the pairs of each expert in `order`
   int64_t* order;   // [pairs]: the numbers of the pairs, sorted by expert; pair p belongs to row p / top
-  int64_t* positions;      // [rows, top]: positions in `order` of the pairs of each row, ascending
+  int64_t* positions;      // [rows, top]: the positions in `order` of the pairs of each row, ascending
   int64_t* num_positions;  // [rows]: number of positions of each row; less than top if experts are on other ranks
   Job* jobs;        // [<= pairs]
   int64_t* num_jobs;

@@ -38,7 +38,7 @@ struct Fp8Scales {
   }
 };
 
-// Bytes of the codes of a panel.
+// Returns the bytes of the codes of a panel.
 INLINE int64_t fp8_panel_bytes(int64_t K) { return ceil_div(K, FP8_GROUP) * FP8_CODES; }
 
 #include "fp8_numbers.inl"
@@ -136,8 +136,8 @@ INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, in
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `next`: the panel that this thread probably gets next,
-// or -1.
+// Computes the outputs of a panel for the rows begin:begin + rows. `next`: the panel that this thread probably gets
+// next, or -1.
 template <class P>
 static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int64_t panel, int64_t next, float* sums) {
   const char* panel_codes = (const char*)a.panels + panel * fp8_panel_bytes(a.K);

@@ -20,7 +20,7 @@ INLINE vu spread_codes(vu words, int pair) {
 #endif
 }
 
-// The tables of code that widens by arithmetic.
+// Stands for the tables if codes are widened by arithmetic.
 struct Fp8NoTables {
   INLINE_MEMBER void pin() {}
 };
@@ -121,9 +121,9 @@ struct Fp8TablePairs : Fp8Pairs {
 static bool uses_fp8_tables() {
   if (penstock_fp8_tables != TABLES_IF_FAST) return penstock_fp8_tables == TABLES_ALWAYS;
   enum { UNKNOWN, FAST, SLOW };
-  static int32_t known = UNKNOWN;  // all threads use the first result; both methods give the same bits
-  int32_t found = __atomic_load_n(&known, __ATOMIC_RELAXED);
-  if (found != UNKNOWN) return found == FAST;
+  static int32_t shared_result = UNKNOWN;  // both methods give the same bits, so threads may use different results
+  int32_t result = __atomic_load_n(&shared_result, __ATOMIC_RELAXED);
+  if (result != UNKNOWN) return result == FAST;
   vf x = all(0.5f);
   __asm__("" : "+v"(x));
   const int64_t added = shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, sum); });
@@ -131,9 +131,9 @@ static bool uses_fp8_tables() {
   const int64_t looked_up = shortest_time([=](vf sum) __attribute__((always_inline)) {
     return as_float(table.at(as_bits(sum)));
   });
-  found = looked_up <= 2 * added ? FAST : SLOW;
-  __atomic_store_n(&known, found, __ATOMIC_RELAXED);
-  return found == FAST;
+  result = looked_up <= 2 * added ? FAST : SLOW;
+  __atomic_store_n(&shared_result, result, __ATOMIC_RELAXED);
+  return result == FAST;
 }
 #endif
 

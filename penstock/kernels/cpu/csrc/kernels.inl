@@ -61,6 +61,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "collectives.inl"
 #include "convolution.inl"
 #include "store_kv.inl"
+#include "recurrent.inl"
 #include "product.inl"
 #include "attention.inl"
 #include "short_attention.inl"

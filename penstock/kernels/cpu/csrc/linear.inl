@@ -22,7 +22,7 @@ struct Linear {
   const void* bias;
   void* y;
   int64_t y_stride, rows, N, K;
-  int64_t activation;  // activation of the results: 0 for none, else 1 + its number
+  int64_t activation;  // of the results: 0 for none, else 1 + the number of an activation (elementwise.inl)
 };
 
 constexpr int64_t PANEL = 64;                 // outputs per panel
@@ -31,7 +31,7 @@ constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: one 
 constexpr int64_t BLOCK_STEPS = 512;          // steps per block: the current and the prefetched block fit in the cache
 constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // number of steps for which x is widened at once
 constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
-constexpr int64_t CHUNK_ROWS = 252;           // rows of a chunk: their sums stay in the last-level cache, too
+constexpr int64_t CHUNK_ROWS = 252;           // maximum rows of a chunk: their sums stay in the last-level cache, too
 constexpr int64_t MIN_CHUNK_ROWS = 24;        // smaller chunks read the weights too often
 constexpr int64_t LINE = 64;                  // bytes
 constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets a long run of panels, see Pieces
@@ -326,8 +326,8 @@ struct Pieces {
   }
 };
 
-// Returns the number of chunks of at most `max_rows` rows. If the threads get unequal numbers of panels, the chunks are
-// halved: of 9 panels, one of two threads would compute 5.
+// Returns the number of chunks, of at most `max_rows` rows each, into which `rows` are divided. If the threads would
+// get unequal numbers of panels, for example 5 and 4 of 9 panels, the chunks are halved.
 INLINE int64_t chunks_of(int64_t rows, int64_t N, int64_t max_rows, const Team& team) {
   const int64_t panels = ceil_div(N, PANEL);
   int64_t chunks = max<int64_t>(1, ceil_div(rows, max_rows));
@@ -364,7 +364,8 @@ static void multiply_pairs(const Linear& a, const Team& team) {
   multiply<PairSteps>(a, team);
 }
 
-// Returns the memory of the panels that `over_pieces` assigns to this thread first. A panel has `bytes` bytes.
+// Returns the memory, at most FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first. A panel has
+// `bytes` bytes.
 INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);

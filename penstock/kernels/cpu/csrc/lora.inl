@@ -8,13 +8,13 @@
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // maximum number of rows per tile
 constexpr int RANKS = W == 16 ? 4 : 2;         // rows of A that a tile multiplies at once; limited by the registers
 constexpr int FETCHING_ROWS = 4;               // tiles of up to this many rows prefetch, because they are memory-bound
-constexpr int64_t TILES_PER_THREAD = 4;        // with this many or more, each tile is computed by one thread
-constexpr int64_t MIN_OUTPUTS = 64;            // minimum per thread, so that threads do not share cache lines of y
+constexpr int64_t TILES_PER_THREAD = 4;        // from this many tiles per thread on, one thread computes a whole tile
+constexpr int64_t MIN_OUTPUTS = 64;            // minimum outputs of a thread, so that threads do not share cache lines
 
 // A slice of the outputs that has adapters.
 struct LoraPart {
   const void *a, *b;
-  const int64_t* ranks;  // [adapters]: number of ranks that each adapter uses, at most R; null: all use R
+  const int64_t* ranks;  // [adapters]: the rank of each adapter, at most R; null: all adapters have rank R
   int64_t R, start, N;
 
   INLINE_MEMBER int64_t adapter_rank(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
@@ -139,7 +139,7 @@ template <class T, int ROWS> struct Tile {
   }
 };
 
-// The ranks of A and the outputs of B that a thread multiplies.
+// The rows of A and the columns of B that a thread multiplies.
 struct ThreadRange {
   int64_t first_rank, last_rank, first_output, last_output;
 };
@@ -180,8 +180,8 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
   });
 }
 
-// Computes the layer with all threads on each adapter: first each thread multiplies a part of the ranks, then a part of
-// the outputs. Used for few rows.
+// Computes the layer with all threads on each adapter: each thread first multiplies some rows of A, then some columns
+// of B. Used for few rows.
 template <class T> static void multiply_shares(const Lora& a, const Team& team, const AdaptedRows& adapted) {
   int64_t width = 0;
   for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;

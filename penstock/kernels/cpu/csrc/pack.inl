@@ -1,4 +1,4 @@
-// Packs weights from rows, the layout of checkpoints, into panels (kernels/panels.py). Quantises floats if the encoding
+// Packs weights from rows, the layout of checkpoints, into panels (kernels/panels.py). Quantizes floats if the encoding
 // requires it. kernels/quantized.py defines the results bit by bit.
 
 struct Pack {  // packs a weight [N, K] in rows into panels
@@ -105,7 +105,7 @@ static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t
 // ---- quantization to int4 and int5, for the groups of W outputs at a time ----
 
 constexpr float LARGEST_HALF = 65504;
-constexpr int DIVISORS = 7;           // number of candidates of the scale search, as in kernels/quantized.py
+constexpr int NUM_DIVISORS = 7;           // number of candidates of the scale search, as in kernels/quantized.py
 constexpr float MIN_WEIGHT = 1e-30f;  // a group whose largest magnitude is smaller becomes 0
 
 INLINE vf vmin(vf a, vf b) {
@@ -126,7 +126,7 @@ template <int BITS> INLINE vf nearest_integer(vf x) {
 constexpr float EQUAL_IMPORTANCE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// Quantises w [GROUP, W], a group of W outputs, to `integers` [GROUP, W] of BITS bits with float16 `scales` [W].
+// Quantizes w [GROUP, W], a group of W outputs, to `integers` [GROUP, W] of BITS bits with float16 `scales` [W].
 // `importance` [GROUP] weights the squared errors.
 template <int BITS>
 static void search_scales(const float* w, const float* importance, int32_t* integers, uint16_t* scales) {
@@ -137,7 +137,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     top = magnitude > top ? magnitude : top;
   }
   vf best = all(-1), scale = all(__builtin_nanf(""));  // the scale stays NaN if no candidate is valid
-  for (int i = 0; i < DIVISORS; i++) {
+  for (int i = 0; i < NUM_DIVISORS; i++) {
     const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < MIN_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
 #pragma GCC unroll 32
@@ -189,11 +189,11 @@ static void pack_groups(Groups<BITS>, const T* rows, int64_t stride, const float
     const int64_t num_rows = min<int64_t>(max<int64_t>(count - column, 0), W);
     for (int64_t k = 0; k < K; k += GROUP) {
       for (int64_t part = 0; part < GROUP; part += W) {
-        const int64_t left = K - k - part;
+        const int64_t num_inputs = K - k - part;
         vu square[W];
         for (int64_t i = 0; i < W; i++) {
           const T* row = rows + (column + i) * stride + k + part;
-          square[i] = i >= num_rows || left <= 0 ? vu{} : as_bits(left >= W ? load(row) : load(row, left));
+          square[i] = i >= num_rows || num_inputs <= 0 ? vu{} : as_bits(num_inputs >= W ? load(row) : load(row, num_inputs));
         }
         transpose(square);
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);

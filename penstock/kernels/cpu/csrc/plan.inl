@@ -42,8 +42,8 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
       needs_barrier = true;
       continue;
     }
-    // If thread 0 has waited for more than a third of the time, another process uses a core. Uneven work causes shorter
-    // waits. Thread 0 then runs the remaining operations alone.
+    // If thread 0 has waited for more than a third of the time, another process probably uses a core, because uneven
+    // work causes shorter waits. Thread 0 then runs the operations after this one alone.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last_shared, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);

@@ -4,17 +4,17 @@
 // the groups. The bits of a row therefore do not depend on other rows.
 //
 // Weights are the unsigned operand of the byte products, stored as w + 128, w + 16 or w + 8. To compensate, sums start
-// at -128, -16 or -8 times the sum of x. With int8 weights, a row of x may have a few numbers beyond 127. Their excess
-// is multiplied as additional bytes.
+// at -128, -16 or -8 times the sum of x. With int8 weights, a row of x may have a few integers beyond -127..127. Extra
+// bytes, which are multiplied separately, hold their excess.
 
 constexpr int64_t GROUP = 32;                  // inputs
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // tiles store results directly if all results have fewer bytes
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // tiles store results directly if those of the layer have fewer bytes
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
 // ---- quantization of rows to 8 bits ----
 
-// The excess of a row's integers beyond -127..127, stored as additional bytes (extras) of units of four inputs. The
-// product multiplies the weights of a unit by its extras, too.
+// The excess of a row's integers beyond -127..127, stored as extra bytes of units of four inputs. The product also
+// multiplies the weights of a unit by the extra bytes of the unit.
 constexpr int64_t MAX_EXTRAS = 15, INPUTS_PER_EXTRA = 32;
 constexpr float RANGES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // candidates for the largest integer of a row, divided by 127
 struct Extras {
@@ -35,8 +35,8 @@ struct QuantizedRows {
   int32_t* starts;
   int64_t stride, groups;
 
-  // Returns the stride of rows of K inputs. It is a multiple of 256, because units of block encodings read up to 256
-  // inputs, plus a cache line. With a power of two as stride, all rows would map to the same cache sets.
+  // Returns the stride of rows of K inputs: K rounded up to a multiple of 256, because units of block encodings read up
+  // to 256 inputs, plus a cache line. With a power of two as stride, all rows would map to the same cache sets.
   static int64_t row_stride(int64_t K) { return round_up(K, 256) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
     return rows * (row_stride(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
@@ -107,7 +107,7 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
   return sum(total);
 }
 
-// Quantises n numbers to integers in -127..127. Stores their scale and returns their sum.
+// Quantizes n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   const float top = largest_magnitude(largest_of_lanes(x, n));
   if (is_degenerate(top, n, integers, scale)) return 0;
@@ -144,8 +144,8 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
   return count;
 }
 
-// Returns the integer to which the largest magnitude `top` is scaled: 127 times the largest of RANGES that needs at
-// most `max_extras` extras.
+// Returns the integer to which the largest magnitude `top` is scaled: 127 times the last of RANGES before the first
+// that needs more than `max_extras` extras, or 127 if the first of RANGES needs more.
 template <class T> static float choose_target(const T* x, int64_t n, float top, int64_t max_extras) {
   float target = 127;
   for (float range : RANGES) {
@@ -174,7 +174,8 @@ struct LargestNumbers {
   int32_t positions[CAPACITY];
   int64_t count;
 
-  // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if they are too many.
+  // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if more than
+  // CAPACITY - W numbers are.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
     int64_t found = 0;  // a local variable instead of `count`, so that it stays in a register
@@ -207,8 +208,8 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 }
 #endif
 
-// Like `quantize`, but with the smallest scale for which the limited number of extras suffices. Outliers then do not
-// reduce the precision of the other numbers.
+// Like `quantize`, but scales the largest magnitude to the result of `choose_target`. A few outliers then reduce the
+// precision of the other numbers less.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const vu tops = largest_of_lanes(x, n);
@@ -276,7 +277,7 @@ INLINE int64_t groups_of(int64_t encoding, int64_t K) {
   return encoding == 2 ? 1 : round_up(K, unit_inputs(encoding)) / scaled_inputs(encoding);
 }
 
-// Quantises a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
+// Quantizes a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
 template <class T>
 static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
   T gathered[GROUP];
@@ -308,6 +309,7 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
 // ---- products of bytes ----
 // add_bytes adds four products of an unsigned byte of w and a signed byte of x to each lane of a sum.
 
+// The maximum rows of a tile and the vectors of outputs that it computes at once, for int8 weights and for groups.
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
 #if PENSTOCK_LANES == 16

@@ -1,7 +1,7 @@
 // Routers, which select the experts of each row and compute their weights, and operations that scale or widen rows.
 
 struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
-  int64_t type, rule;  // rule 0: softmax over all experts; 1: the same, normalized; 2: softmax over selected experts
+  int64_t type, rule;  // 0: softmax over all experts; 1: as 0, selected weights sum to 1; 2: softmax of selected logits
   const void* logits;
   float* topk_weights;
   int64_t* topk_ids;

@@ -219,7 +219,7 @@ static int64_t find_score(float score, const float* scores, int64_t n) {
   return i;
 }
 
-struct Rule {  // the sampling parameters of a row
+struct SamplingRule {  // the sampling parameters of a row
   float temperature, top_p, min_p;
   int64_t top_k;
   double uniform;
@@ -227,15 +227,15 @@ struct Rule {  // the sampling parameters of a row
 
 // Returns the sampled token, or -1 if the bitmask forbids all tokens, all logits are -inf, or any is NaN or +inf.
 template <class T>
-static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const Rule& rule, char* memory) {
+static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const SamplingRule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
   c.top = fill_scores(logits, bitmask, c.scores, V);
   if (!(c.top > -__builtin_inff())) return -1;
   if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.top, c.scores, V);
-  const int64_t size = round_up(V, W);
-  double* weights = (double*)(memory + size * 4);
-  Ranked* list = (Ranked*)(memory + size * 12);
-  int32_t* ids = (int32_t*)(memory + size * 28);
+  const int64_t num_scores = round_up(V, W);
+  double* weights = (double*)(memory + num_scores * 4);
+  Ranked* list = (Ranked*)(memory + num_scores * 12);
+  int32_t* ids = (int32_t*)(memory + num_scores * 28);
   if (rule.top_k > 0 && rule.top_k < V)
     remove_after_cut(c, ids, top_k_bound(c, rule.top_k, list), (double)rule.top_k, list);
   fill_weights(c, weights, rule.temperature);
@@ -268,7 +268,7 @@ struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; oth
 static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT * a.R * a.V : 0; }
 static void run(const Sample& a, const Team& team) {
   over_pieces(team, a.R, [=](int64_t r) {
-    Rule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
+    SamplingRule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
     char* memory = (char*)penstock_scratch(PRIVATE, round_up(a.V, W) * 32);
     const uint32_t* mask = a.bitmask ? a.bitmask + r * a.words : nullptr;
     WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.stride, mask, a.V, rule, memory));

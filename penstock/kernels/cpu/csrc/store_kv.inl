@@ -1,7 +1,8 @@
-// Stores new keys and values in the paged cache.
+// Stores new keys and values in the paged KV cache.
 
-// Copies k and v [n, K, D] to the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
-// S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values.
+// Stores k and v [n, K, D] in the slots [n] of cache [2, N, K, S, D]: n rows, K heads, D numbers per head, N blocks of
+// S positions. A slot is block * S + offset. The first half of the cache has the keys, the second the values. Numbers
+// are converted to the type of the cache. An int8 cache has a scale per row and head.
 struct StoreKV {
   int64_t type, cache_type;  // cache_type 0: float, 1: bf16, 2: int8
   const void *k, *v;
@@ -14,7 +15,7 @@ struct StoreKV {
 template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
   for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes), lanes); });
 }
-// Quantises x to -127..127 and stores the scale. The scale is NaN if any number is not finite.
+// Quantizes x to -127..127 and stores the scale. The scale is NaN if any number is not finite.
 template <class T> INLINE void store_head(const T* x, int8_t* row, float* scale, int64_t D) {
   vf maxima = {}, zero_or_nan = {};
   for_vectors(D, EACH_VECTOR {

@@ -1,10 +1,10 @@
-"""Attention over the paged cache with an online softmax. A program computes a tile of query heads.
+"""Attention over the paged KV cache with an online softmax. A program computes a tile of queries.
 
 A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. These are
-at most M queries. A head has DIM dimensions. WIDTH is the next power of two, for block shapes. Tiles of
-keys begin at multiples of KEYS from the start of the sequence, and are processed in order. A key that a row
-does not see changes neither the row's maximum nor its sums. The bits of a row therefore depend neither on the
-other rows of its tile nor on the chunks of a prompt.
+at most M queries. A head has DIM dimensions. WIDTH is DIM rounded up to a power of two, as Triton's blocks
+require. Tiles of keys begin at multiples of KEYS from the start of the sequence, and are processed in order.
+A key that a row does not see changes neither the row's maximum nor its sums. The bits of a row therefore
+depend neither on the other rows of its tile nor on the chunks of a prefill.
 
 The keys may be divided into splits. `attend` computes the splits of a tile one after the other.
 `attend_split` computes each split in a separate program, and `splits.merge_splits` merges them. If splits
@@ -46,10 +46,10 @@ def _load_tile(
 ):
     """Return this program's tile, and the keys that its queries see.
 
-    The results are the sequence, the row and head of each query, whether the query is in the tile, its
-    vector, and keys. A query sees the keys ``first:last``. The range ``low:high`` contains these keys of all
-    queries. Row offsets and lengths are read before the previous kernel has ended, because they are inputs
-    of the step.
+    Returns the sequence of the tile, then for each query the row, the head, whether the query exists, the
+    vector, and the first and the end of the keys that it sees. The last two results are the range of keys
+    that contains the keys of all queries. Row offsets and lengths are read before the previous kernel has
+    ended, because they are inputs of the step.
     """
     sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)
@@ -106,7 +106,10 @@ def _attend_keys(
     IS_E4M3: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Return the largest score, the sum of exponentials, and the weighted sum of values of keys begin:end."""
+    """Return the partial softmax of the queries over the keys begin:end.
+
+    It consists of the largest score, the sum of exponentials, and the weighted sum of values of each query.
+    """
     max_score = tl.full([M], float("-inf"), tl.float32)
     sum_exp = tl.zeros([M], tl.float32)
     out = tl.zeros([M, WIDTH], tl.float32)

@@ -3,8 +3,8 @@
 A code represents a number. A weight is ``number * scale - minimum`` or ``(number - zero) * scale``. With row
 scales it is also multiplied by the scale of its output. The constants of the programs describe the format:
 
-* NUMBERS: the numbers of the codes: "integer" (the code minus OFFSET), "e2m1" (4-bit floats), "e4m3" (8-bit
-  floats), or "table" (codes are indices of a table).
+* NUMBERS: the numbers that codes represent: "integer" (the code minus OFFSET), "e2m1" (4-bit floats), "e4m3"
+  (8-bit floats), or "table" (codes are indices into a table of numbers).
 * SCALES: "float", "e8m0" (powers of two), or "e4m3". INPUTS_PER_SCALE inputs share a scale.
   SCALES_PER_FACTOR scales share a factor that multiplies them; 0 if there are no factors.
 * MINIMA: "minima" (one per 32 inputs; MINIMA_PER_FACTOR minima share a factor), "zeros" (one zero point per
@@ -39,7 +39,7 @@ class Format(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Pointers to the table of numbers, and to the scales, the minima and their factors of a weight."""
+    """Pointers to the table of numbers, and to the scales, minima and factors of a weight."""
 
     table: Any
     scales: Any
@@ -85,7 +85,7 @@ def load_scales(
     SCALES: tl.constexpr,
     SCALES_PER_FACTOR: tl.constexpr,
 ):
-    """Return the scales of ``groups`` of ``outputs`` in float32, multiplied by their factors, if any."""
+    """Return the float32 scales of ``groups`` of ``outputs``, multiplied by their factors if they exist."""
     stored = tl.load(scales + outputs * num_groups + groups, mask=mask, other=0)
     if SCALES == "e8m0":
         bits = stored.to(tl.int32) << 23
@@ -117,8 +117,8 @@ def _decode_weights(
     """Return the weights that ``codes [BYTES, N]`` represent, without row scales.
 
     The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
-    first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. Weights after the last
-    input are finite.
+    first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. The weights of
+    inputs from ``in_features`` on are finite.
     """
     numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
     numbers = tl.reshape(numbers, [BYTES // SUBGROUP, SUBGROUP, N])
@@ -235,9 +235,9 @@ def multiply_codes(
     begin_byte = tl.program_id(2) * 0
     end_byte = begin_byte + weight_bytes
     if SPLITS > 1:
-        size = (weight_bytes + SPLITS * BYTES - 1) // (SPLITS * BYTES) * BYTES
-        begin_byte = tl.program_id(2) * size
-        end_byte = tl.minimum(begin_byte + size, weight_bytes)
+        split_bytes = (weight_bytes + SPLITS * BYTES - 1) // (SPLITS * BYTES) * BYTES
+        begin_byte = tl.program_id(2) * split_bytes
+        end_byte = tl.minimum(begin_byte + split_bytes, weight_bytes)
     for begin in range(begin_byte, end_byte, BYTES):
         columns = begin + tl.arange(0, BYTES)
         mask = is_output[None, :] & (columns < weight_bytes)[:, None]

@@ -28,12 +28,12 @@ def _make_thresholds(low, high):
 
 @triton.jit
 def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
-    """Narrow the range of the smallest threshold above which tokens have less than a target amount.
+    """Narrow the range of the smallest threshold above which the tokens have less than a target amount.
 
     Args:
         thresholds: ascending numbers between ``low`` and ``high``.
         amounts: the amount of the tokens above each of ``thresholds``.
-        target_amount: the target.
+        target_amount: the target amount.
         low: the smallest possible threshold.
         high: the largest possible threshold.
         amount_above: the amount of the tokens above ``high``.
@@ -62,18 +62,18 @@ def _kept_mask(keys, tie_ranks, threshold, max_ties, amount_above, tie_weight, t
 
 @triton.jit
 def _draw_target(uniform, total):
-    """Return the target of the draw: the first token whose cumulative sum exceeds the target is drawn."""
-    # If the product rounds up to the total, the next number below the total selects the last kept token.
+    """Return the target of the draw: the drawn token is the first whose cumulative sum exceeds it."""
+    # If the product rounds up to the total, the next float64 below the total selects the last kept token.
     bits = total.to(tl.int64, bitcast=True) - 1
     return tl.minimum(uniform * total, bits.to(tl.float64, bitcast=True))
 
 
 @triton.jit
 def _find_token(target, cumulative, weights, numbers):
-    """Return the first of ``numbers`` whose cumulative sum exceeds the target.
+    """Return the first of ``numbers`` whose weight is above 0 and whose cumulative sum exceeds the target.
 
-    If no sum does, returns the last number with a weight. This can happen, because sums of the same weights
-    in another order can round to less than the target.
+    Returns the last number with a weight above 0 if no cumulative sum exceeds the target. This can happen,
+    because sums of the same weights in another order can round to less than the target.
     """
     has_weight = weights > 0
     found = tl.min(tl.where(has_weight & (cumulative > target), numbers, 2147483647), 0)
@@ -89,8 +89,9 @@ def draw_from_list(
 ):  # fmt: skip
     """Draw the token of a row from a list of at most ``SIZE`` tokens, which includes all kept tokens.
 
-    The list is the concatenation of the lists of the chunks. ``ends`` has the end of each of them. ``mass``
-    is the mass of all tokens of the row. It is not used if the row has a top_k.
+    The list is the concatenation of the lists of the chunks. ``ends [chunks]`` has the end of each chunk's
+    list in the concatenation. ``mass`` is the mass of all tokens of the row. It is not used if the row has a
+    top_k.
     """
     position = tl.arange(0, SIZE)
     is_listed = position < num_listed

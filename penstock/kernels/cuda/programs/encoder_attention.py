@@ -1,7 +1,6 @@
-"""Attention within the sequences of a ragged batch, without a cache.
+"""Attention within the sequences of a ragged batch, without a KV cache.
 
-A program computes ROWS rows of one query head. It reads the keys in tiles of KEYS keys, with an online
-softmax.
+A program computes ROWS rows of one query head with an online softmax over tiles of KEYS keys.
 """
 
 from __future__ import annotations

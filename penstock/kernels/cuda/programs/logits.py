@@ -1,4 +1,4 @@
-"""Functions of logits, and the layout of intermediate results, that the programs of the sampler share.
+"""Functions of logits and the layout of intermediate results for the programs of the sampler.
 
 The intermediate results of a row are NUM_FIELDS fields. A field has a 32-bit number for each chunk of tokens.
 """
@@ -50,7 +50,7 @@ def load_allowed_logits(logits, bitmask, start, vocabulary, CHUNK: tl.constexpr,
 
 @triton.jit
 def sort_keys(scores, SHIFT: tl.constexpr):
-    """Return int32 keys that have the same order as float32 scores whose last ``SHIFT`` bits are 0.
+    """Return int32 keys in the same order as float32 scores, whose last ``SHIFT`` bits must be 0.
 
     The keys of 0 and -0 are equal.
     """

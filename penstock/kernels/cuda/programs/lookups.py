@@ -1,4 +1,4 @@
-"""Reads and writes rows by index. For an index outside the tensor, no memory of the tensor is accessed."""
+"""Reads and writes rows by index. An index outside the tensor accesses no memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def _load_index(indices, row, columns):
 
 @triton.jit
 def _row_or_fill(x, index, num_rows, row_stride, columns, is_column, IS_FLOAT: tl.constexpr):
-    """Return columns of one row of ``x``.
+    """Return columns of row ``index`` of ``x``.
 
-    For a row outside ``x``, returns NaN, or 0 if ``x`` has integers.
+    If ``x`` has no such row, returns NaN for floats (``IS_FLOAT``) and 0 for integers.
     """
     is_inside = (index >= 0) & (index < num_rows)
     offsets = tl.where(is_inside, index, 0) * row_stride + columns
@@ -43,7 +43,7 @@ def take_rows(
 def take_row_pairs(
     outs, x, y, indices, num_rows, x_stride, y_stride, num_indices, width, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. Both have floats.
+    """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. ``x`` and ``y`` contain floats.
 
     Grid: indices, tiles of WIDTH columns, the two tensors.
     """

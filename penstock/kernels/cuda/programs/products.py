@@ -1,9 +1,9 @@
-"""Matrix products with floats, and with integers that have one scale per output; sums over experts.
+"""Matrix products with floats, and with integers that have one scale per output; the sum over experts.
 
 A product multiplies all rows by one weight, or, with GROUPS, each group of rows by a separate weight. The
-rows are sorted by group: group g has the sorted positions p with ``starts[g] <= p < starts[g + 1]``.
-``rows[p]`` is the row of ``x`` that is read (GATHERS), or the row of ``out`` that is written (SCATTERS). The
-weights of consecutive groups are ``group_stride`` apart. With POINTERS they are at the addresses
+rows are sorted by group: the rows of group g are at the positions ``starts[g]:starts[g + 1]`` of this order.
+With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row ``rows[p]`` of
+``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at the addresses
 ``weights[g]``.
 
 The inputs of a row are summed in tiles of fixed size and in fixed order, independent of the other rows.
@@ -20,7 +20,7 @@ from penstock.kernels.cuda.programs.tiles import find_tile_group
 
 @triton.jit
 def find_tile_rows(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
-    """Return the group of this program's tile, the sorted positions of its rows, and which of them exist."""
+    """Return the group of this program's tile, the positions of the tile, and which positions have a row."""
     if GROUPS:
         group, row = find_tile_group(starts, tl.program_id(0), num_groups, M)
         positions = row + tl.arange(0, M)
@@ -78,8 +78,8 @@ def multiply_floats(
     """Compute one tile of ``x @ weight.T + bias``. Grid: tiles of rows, tiles of outputs.
 
     With LIMITS "out" or "in", group g has only ``limits[g]`` outputs or inputs. With ADDS the product is
-    added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 first;
-    otherwise the weight is converted to the type of ``x``.
+    added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 before the
+    multiplication. Otherwise the weight is converted to the type of ``x``.
     """
     group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
     weight = group_tensor(weight, weights, group, group_stride, GROUPS, POINTERS)
@@ -139,8 +139,7 @@ def multiply_row(
 ):
     """Compute N outputs of the product of one row with a weight ``[out, in]``. Grid: tiles of outputs.
 
-    The first INPUTS columns of the weight are read before the previous kernel has ended, because they do not
-    depend on it.
+    With PDL, the first INPUTS columns of the weight are read while the previous kernel may still run.
     """
     launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
@@ -168,7 +167,7 @@ def multiply_integer_row(
     out,
     x,
     x_scale,
-    wide,
+    has_wide_integers,
     weight,
     scales,
     bias,
@@ -179,9 +178,9 @@ def multiply_integer_row(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute N outputs of the product of one row ``x [2, in]``. Grid: tiles of outputs.
+    """Compute N outputs of the product of one quantized row with integers. Grid: tiles of outputs.
 
-    The result has the same bits as the result of `multiply_rows`.
+    ``x [2, in]`` has the bytes that `quantize_rows` writes. The result has the bits of `multiply_rows`.
     """
     launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
@@ -192,7 +191,7 @@ def multiply_integer_row(
     numbers = tl.load(rows + inputs[None, :], mask=mask, other=0, eviction_policy="evict_first")
     factors = tl.load(scales + outputs, mask=is_output, other=0.0)
     wait_for_previous(PDL)
-    has_wide = tl.load(wide) > 0
+    tile_has_wide = tl.load(has_wide_integers) > 0
     total = tl.zeros([N], tl.int32)
     high = tl.zeros([N], tl.int32)
     for begin in range(0, in_features, INPUTS):
@@ -203,7 +202,7 @@ def multiply_integer_row(
             numbers = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
         values = tl.load(x + columns, mask=is_input, other=0).to(tl.int32)
         total += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
-        if has_wide:
+        if tile_has_wide:
             values = tl.load(x + in_features + columns, mask=is_input, other=0).to(tl.int32)
             high += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
     exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
@@ -218,7 +217,7 @@ def multiply_rows(
     out,
     x,
     x_scales,
-    wide,
+    has_wide_integers,
     weight,
     weights,
     scales,
@@ -229,7 +228,7 @@ def multiply_rows(
     starts,
     num_rows,
     num_groups,
-    num_sources,
+    num_x_rows,
     out_features,
     in_features,
     M: tl.constexpr,
@@ -239,10 +238,10 @@ def multiply_rows(
     GATHERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Compute one tile of a product of integers with one scale per row and per output.
+    """Compute one tile of the product of quantized rows with integers that have one scale per output.
 
-    Grid: tiles of rows, tiles of outputs. ``x [2, num_sources, in]`` has the bytes that `quantize_rows`
-    writes. The sums are exact.
+    Grid: tiles of rows, tiles of outputs. ``x [2, num_x_rows, in]`` has the bytes that `quantize_rows`
+    writes. The sums of integers are exact.
     """
     group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
     weight = group_tensor(weight, weights, group, 0, False, GROUPS)
@@ -251,7 +250,7 @@ def multiply_rows(
         sources = tl.load(rows + positions, mask=is_row, other=0)
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     is_output = outputs < out_features
-    has_wide = tl.max(tl.load(wide + sources, mask=is_row, other=0), 0) > 0
+    tile_has_wide = tl.max(tl.load(has_wide_integers + sources, mask=is_row, other=0), 0) > 0
     total = tl.zeros([M, N], tl.int32)
     high = tl.zeros([M, N], tl.int32)
     for start in range(0, in_features, INPUTS):
@@ -262,8 +261,8 @@ def multiply_rows(
         x_offsets = sources[:, None] * in_features + inputs[None, :]
         mask = is_row[:, None] & is_input[None, :]
         total += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
-        if has_wide:
-            x_offsets += (sources[:, None] * 0 + num_sources) * in_features
+        if tile_has_wide:
+            x_offsets += (sources[:, None] * 0 + num_x_rows) * in_features
             high += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
     # The two sums are added in float64, so that the result is rounded once.
     exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
@@ -282,8 +281,8 @@ def multiply_rows(
 def combine_experts(out, y, topk_weights, rows, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
     """Add the weighted outputs of a row's experts. Grid: rows, tiles of WIDTH columns.
 
-    ``rows [T, TOP]`` has the rows of ``y`` to add for each row, in the order of the experts' ids.
-    ``topk_weights [T, TOP]`` has their weights.
+    ``rows [T, TOP]`` has the rows of ``y`` to add for each row of ``out``, in the order of the expert ids.
+    ``topk_weights [T, TOP]`` has the weights of these rows of ``y``.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -13,11 +13,12 @@ from penstock.kernels.cuda.programs.tiles import round_half_even
 def _try_larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
     """Try 127 * MULTIPLE as the target: the number to which the largest magnitude of a row is scaled.
 
-    An integer needs one extra byte per started 127 of its magnitude beyond 127. The target is accepted if the
-    row then needs at most ``max_extras`` extra bytes, and if ``fits``: all smaller targets were accepted.
+    With a target above 127, some integers exceed a byte. An integer between ``127 * k + 1`` and ``127 * (k +
+    1)`` needs k extra bytes. The target is accepted if the row needs at most ``max_extras`` extra bytes, and
+    if ``fits``: whether all smaller targets were accepted.
 
     Returns:
-        The largest accepted target, and whether this one was accepted.
+        The largest accepted target, and whether 127 * MULTIPLE was accepted.
     """
     candidate = 127.0 * MULTIPLE
     integers = tl.abs(round_half_even(values * tl.div_rn(candidate, largest))).to(tl.int32)
@@ -30,7 +31,7 @@ def _try_larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.c
 def quantize_rows(
     out,
     scales,
-    wide,
+    is_wide_row,
     x,
     num_rows,
     in_features,
@@ -39,11 +40,11 @@ def quantize_rows(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise one row. Grid: rows.
+    """Quantize one row. Grid: rows.
 
-    An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``wide [T]``
-    int32 is 1 for rows with integers beyond -127..127, else 0. Rows without such integers have zeros in
-    ``out[1]``. A row with a largest magnitude below 1e-30 becomes zeros with scale 0. A row with NaN or
+    An integer is stored in two bytes of ``out [2, T, in]`` int8, as ``out[0] + 16 * out[1]``. ``is_wide_row
+    [T]`` int32 is 1 for rows with integers beyond -127..127, else 0. Rows whose flag is 0 have zeros in
+    ``out[1]``. A row with a largest magnitude below 1e-30 becomes zeros with scale 0. A row with a NaN or an
     infinity becomes zeros with scale NaN.
     """
     launch_next_and_wait(PDL)
@@ -75,4 +76,4 @@ def quantize_rows(
     tl.store(out + offsets, (integers - high * 16).to(tl.int8), mask=is_column)
     tl.store(out + (row * 0 + num_rows) * in_features + offsets, high.to(tl.int8), mask=is_column)
     tl.store(scales + row, scale)
-    tl.store(wide + row, is_wide.to(tl.int32))
+    tl.store(is_wide_row + row, is_wide.to(tl.int32))

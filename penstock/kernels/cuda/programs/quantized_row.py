@@ -1,4 +1,4 @@
-"""The product of one row with a weight that is stored as codes. The module `codes` describes the formats."""
+"""The product of one row with a weight that is stored as codes; `programs.codes` describes the formats."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def multiply_quantized_row(
     HAS_ROW_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute N outputs of the product of one row with a weight. Grid: tiles of outputs.
+    """Compute N outputs of the product of one row with a weight, plus the bias. Grid: tiles of outputs.
 
-    With PDL, the first BYTES bytes of each output's weights are read without waiting for the previous kernel.
+    With PDL, the first BYTES bytes of each output's weights are read while the previous kernel may still run.
     """
     launch_next(PDL)
     SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32

@@ -1,4 +1,4 @@
-"""Programs on rows: norms, activations, gates, rotary embedding, cache writes."""
+"""Programs on rows: norms, activations, gates, rotary embedding, writes to the KV cache."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def norm(
     WEIGHT_IS_WIDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Normalise one row of ``x``. Grid: rows.
+    """Normalize one row of ``x``. Grid: rows.
 
-    Row r of ``x`` is at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
-    ``residual`` is added first, and the sum is also written to ``total``. With IS_CENTRED the norm is a layer
-    norm with a bias, otherwise an RMS norm. An RMS norm rounds to the type of ``x`` before it multiplies by
-    the weight, unless WEIGHT_IS_WIDER.
+    Row r of ``x`` begins at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
+    ``residual`` is added to it first, and the sum is also written to ``total``. With IS_CENTRED the norm is a
+    layer norm with a bias, otherwise an RMS norm. Unless WEIGHT_IS_WIDER, an RMS norm rounds to the type of
+    ``x`` before it multiplies by the weight.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -70,6 +70,7 @@ def norm(
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):
+    """Return the activation KIND of float32 numbers."""
     if KIND == "silu":
         return x / (1 + tl.exp(-x))
     elif KIND == "gelu":
@@ -100,8 +101,8 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Multiply the activation of the first half of a row by the second half.
 
-    ``alpha`` and ``limit`` are constants of the KIND "clamped_swiglu", which clamps both halves and adds 1 to
-    the second half. Grid: rows, tiles of WIDTH columns.
+    Grid: rows, tiles of WIDTH columns. ``alpha`` and ``limit`` are used only by the KIND "clamped_swiglu". It
+    clamps both halves and adds 1 to the second half.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -204,11 +205,11 @@ def store_keys_values(
     IS_E4M3: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write one head of one row into the cache. Grid: rows, kv heads, keys and values.
+    """Write the keys or values of one head of one row into the KV cache. Grid: rows, kv heads, 2.
 
-    LARGEST is the largest number that a quantized cache can store; 0.0 for a cache without scales. With
-    HAS_FIXED_SCALES ``scales`` is read, otherwise the scale of the stored head is computed and written to it.
-    With IS_E4M3 the cache stores 8-bit floats as uint8.
+    LARGEST is the largest number that a quantized cache can store, or 0.0 for a cache without scales. With
+    HAS_FIXED_SCALES, the scale is read from ``scales``. Otherwise the scale is computed from the written
+    numbers, and stored in ``scales``. With IS_E4M3 the cache stores 8-bit floats as uint8.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)

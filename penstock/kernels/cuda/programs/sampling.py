@@ -4,12 +4,16 @@ Three programs run one after the other. Each row is divided into chunks of token
 
 1. `summarize` finds the largest logit of each chunk. For rows with top_k or top_p it also writes a histogram
    of the logits of each chunk.
-2. `select` computes from the histograms of all chunks a limit below which no token is kept. It lists the
-   tokens of each chunk above this limit. For rows without top_k it also adds up the weights of each chunk.
-3. `draw` finds the kept tokens among the listed tokens and writes the token of the row.
+2. `select` computes from the histograms of all chunks a limit below which top_k or top_p keep no token. It
+lists
+   the tokens of each chunk whose logits are not below this limit. For rows without top_k it also adds up the
+   weights of each chunk.
+3. `draw` finds the kept tokens, among the listed tokens if their list is short enough. It draws one of
+them.
 
-Tokens are ranked by logit, then by id. Each rule keeps the first tokens of this order. The result of a rule
-is therefore described by the smallest kept logit and the number of kept tokens with exactly this logit.
+Tokens are ranked by descending logit, then by ascending id. The rules top_k and top_p keep the first tokens
+of this order. The result of a rule is therefore described by the smallest kept logit, and by the number of
+kept tokens with exactly this logit.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ _BINS_PER_LOGIT = tl.constexpr(4.0)
 _BINS_PER_NAT = tl.constexpr(2.0)
 """Number of bins per unit of ``logit / temperature`` in histograms that add weights."""
 _MAX_DISTANCE = tl.constexpr(4096)
-"""Largest distance from the largest logit, in bins, up to which a limit is searched."""
+"""Maximum distance of a limit from the largest logit, in bins.
+
+If a limit would be farther, no limit is used.
+"""
 
 
 @triton.jit
@@ -54,13 +61,12 @@ def summarize(
     fields, logits, bitmask, temperatures, top_ks, top_ps, vocabulary, chunks, row_stride, mask_stride,
     CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest logit of a chunk and the first token with this logit.
+    """Write the largest logit of a chunk, the first token with this logit, and a histogram if it is needed.
 
-    Also write a histogram, if the row is not greedy and has a top_k or top_p.
-
-    Grid: rows, chunks. If a chunk has a NaN or +inf, +inf is written as its largest logit. Bin 0 of the
-    histogram contains the largest logit of the chunk. The histogram counts tokens if the row has a top_k.
-    Otherwise it adds weights relative to the largest logit of the chunk.
+    Grid: rows, chunks. If a chunk has a NaN or +inf, +inf is written as its largest logit. A histogram is
+    written if the row is not greedy and has a top_k or top_p. Bin 0 of the histogram contains the largest
+    logit of the chunk. The histogram counts tokens if the row has a top_k. Otherwise it adds weights relative
+    to the largest logit of the chunk.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -97,12 +103,12 @@ def select(
     row_stride, mask_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of some chunks that may be kept, and write their number.
+    """For some chunks of a row, list the tokens that top_k or top_p may keep, and write the number of them.
 
-    Grid: rows, programs per row. Each of the n programs of a row processes every n-th chunk. The program also
-    writes the mass of each chunk if the row has no top_k. With a top_p this is the mass of all tokens of the
-    chunk, otherwise the mass of the tokens that min_p keeps. Writes nothing for greedy rows, whose token has
-    the largest logit, and for rows without a valid token.
+    Grid: rows, programs per row. Each of the n programs of a row processes every n-th chunk. If the row has
+    no top_k, the program also writes the mass of each chunk: with a top_p the mass of all tokens of the
+    chunk, otherwise the mass of the tokens that min_p keeps. Nothing is written for greedy rows and for rows
+    without a valid token.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -137,8 +143,8 @@ def select(
                     distances = top_bin - _find_bins(scores, temperature, is_top_k)
                     is_listed = (scores > float("-inf")) & (distances <= max_distance)
                     positions = tl.cumsum(is_listed.to(tl.int32), 0) - 1
-                    listed = offsets + (row * chunks + chunk) * CHUNK
-                    tl.store(listed + positions, tl.arange(0, CHUNK).to(tl.int16), mask=is_listed)
+                    list_start = offsets + (row * chunks + chunk) * CHUNK
+                    tl.store(list_start + positions, tl.arange(0, CHUNK).to(tl.int16), mask=is_listed)
                     count = tl.sum(is_listed.to(tl.int32), 0)
                 if is_top_k == 0:
                     weights = exp_weights(scores, max_logit, temperature)
@@ -154,14 +160,15 @@ def _distance_limit(
 ):  # fmt: skip
     """Return a distance from the largest logit, in bins, beyond which the first rule of a row keeps no token.
 
-    With ``IS_NEAR``, returns instead a distance within which the rule keeps all tokens. If there is no such
-    distance, the result is above `_MAX_DISTANCE`. The amounts are float32 sums and therefore not exact.
-    FACTOR allows for this: it makes the distance larger, or smaller with ``IS_NEAR``. The tokens of the last
-    bin of a chunk may be at any distance beyond its upper end, because the bin has no lower end.
+    The first rule is top_k, or top_p if the row has no top_k. With ``IS_NEAR``, the function returns instead
+    the distance at which the nearest tokens reach the amount that the rule keeps. If no distance up to
+    `_MAX_DISTANCE` is valid, the result is above `_MAX_DISTANCE`. The amounts are float32 sums and therefore
+    not exact. To allow for this, FACTOR makes the distance of a top_p larger, or smaller with ``IS_NEAR``.
+    The last bin of a chunk has no lower end, so its tokens may be at any distance beyond its upper end.
 
     For top_p there is another limit, which does not depend on the histograms. The tokens whose weight is at
     most ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p
-    removes, so none of them is kept.
+    removes, so top_p keeps none of them.
     """
     FACTOR: tl.constexpr = 0.9999 if IS_NEAR else 1.0001
     is_top_k = (top_k > 0) & (top_k < vocabulary)
@@ -228,8 +235,8 @@ def draw(
 ):  # fmt: skip
     """Write the token of one row; -1 if a logit is NaN or +inf, or if no token is allowed. Grid: rows.
 
-    Lists of up to ``SMALL_LIST`` or ``LARGE_LIST`` tokens are kept in registers. For longer lists the tokens
-    of the row are read again. ``SHIFT`` is the number of low bits that are 0 in every logit.
+    Lists of up to ``SMALL_LIST`` or ``LARGE_LIST`` tokens are held in registers. If a list is longer, all
+    tokens of the row are read again. ``SHIFT`` is the number of low bits that are 0 in every logit.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -257,20 +264,20 @@ def draw(
         if is_top_k | (top_p < 1):
             count = tl.load(integer_field_pointer(fields, row, chunks, COUNT) + chunk, mask=is_chunk, other=0)
             tl.store(ends + chunk, tl.cumsum(count, 0), mask=is_chunk)
-            listed = tl.sum(count, 0)
+            num_listed = tl.sum(count, 0)
             mass = tl.full((), 0.0, tl.float64)
             if is_top_k == 0:
                 mass = tl.sum(tl.load(masses + chunk, mask=is_chunk, other=0.0), 0)
             tl.debug_barrier()  # other threads of the program read the ends of the lists
-            if listed <= SMALL_LIST:
+            if num_listed <= SMALL_LIST:
                 token = draw_from_list(
-                    logits, offsets, ends, listed, mass, max_logit, temperature, top_k, top_p, min_p, uniform,
-                    vocabulary, chunks, CHUNK, CHUNKS, SMALL_LIST, SHIFT,
+                    logits, offsets, ends, num_listed, mass, max_logit, temperature, top_k, top_p, min_p,
+                    uniform, vocabulary, chunks, CHUNK, CHUNKS, SMALL_LIST, SHIFT,
                 )  # fmt: skip
-            elif listed <= LARGE_LIST:
+            elif num_listed <= LARGE_LIST:
                 token = draw_from_list(
-                    logits, offsets, ends, listed, mass, max_logit, temperature, top_k, top_p, min_p, uniform,
-                    vocabulary, chunks, CHUNK, CHUNKS, LARGE_LIST, SHIFT,
+                    logits, offsets, ends, num_listed, mass, max_logit, temperature, top_k, top_p, min_p,
+                    uniform, vocabulary, chunks, CHUNK, CHUNKS, LARGE_LIST, SHIFT,
                 )  # fmt: skip
             else:
                 low, high = _threshold_range(

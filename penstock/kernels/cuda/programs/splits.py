@@ -1,4 +1,4 @@
-"""Splits of the keys of a sequence: their ranges, and merging their attention."""
+"""Splits of the keys of a sequence: the ranges of splits, and merging the partial softmax of splits."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def split_range(
 
 @triton.jit
 def merge_partial(max_score, sum_exp, out, other_max, other_sum_exp, other_out):
-    """Return the merged sums of two splits. The arguments ``other_...`` belong to the split with later keys.
+    """Return the merged partial softmax of two splits.
 
-    `fma` is called explicitly, so that all programs round in the same way.
+    The arguments ``other_...`` belong to the split with later keys. `fma` is called explicitly, so that all
+    programs round in the same way.
     """
     new_max = tl.maximum(max_score, other_max)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -63,7 +64,7 @@ def merge_partial(max_score, sum_exp, out, other_max, other_sum_exp, other_out):
 
 @triton.jit
 def divide_by_sum(max_score, sum_exp, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention: the weighted sum of values, divided by the sum of exponentials and sinks."""
+    """Return the attention: the weighted sum of values, divided by the sum of exponentials and the sink."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         new_max = tl.maximum(max_score, sink)
@@ -100,10 +101,10 @@ def merge_splits(
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the splits of one row. Grid: rows, groups of HEADS heads.
+    """Merge the splits of one row and write the attention. Grid: rows, groups of HEADS heads.
 
-    Splits of SPLIT keys are merged in order, as `attend` does. With a SPLIT of 0 there are at most SPLITS
-    splits, and HEADS is 1.
+    Splits of SPLIT keys are merged in the same order as in `attend`. With a SPLIT of 0, there are at most
+    SPLITS splits, which are merged at once, and HEADS must be 1.
     """
     launch_next(PDL)
     row = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Functions that several programs share: the group of rows of a tile, tanh and rounding.
+"""Functions that several programs share: finding the group of rows of a tile, tanh, and rounding.
 
-Groups are sequences, experts or adapters.
+A group has the rows of a sequence, of an expert or of an adapter.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import triton.language as tl
 def find_tile_group(starts, tile, num_groups, ROWS: tl.constexpr):
     """Return the group that owns a tile of at most ROWS rows, and the tile's first row.
 
-    Group g has the rows ``starts[g]:starts[g + 1]``. Its tiles are numbered from ``starts[g] // ROWS + g``. A
-    group of n rows has at least ``n // ROWS + 1`` tiles. With this numbering, the host does not need the
-    sizes of the groups to launch a program. A tile whose first row is outside the group is empty.
+    Group g has the rows ``starts[g]:starts[g + 1]``. Its tiles are numbered from ``starts[g] // ROWS + g``
+    on. A group of n rows has at least ``n // ROWS + 1`` tile numbers. With this numbering, the host needs
+    only the number of rows and of groups to launch a program. A tile whose first row is not in the group is
+    empty.
     """
     low = tile * 0
     high = low + num_groups - 1
@@ -34,7 +35,7 @@ def find_tile_group(starts, tile, num_groups, ROWS: tl.constexpr):
 def tanh(x):
     """Return the hyperbolic tangent.
 
-    Near 0 it is computed from its series, because a quotient is imprecise.
+    Near 0 it is computed from a series, because the quotient used elsewhere is imprecise there.
     """
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))

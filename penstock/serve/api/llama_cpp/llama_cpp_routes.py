@@ -116,7 +116,7 @@ class LlamaCppBuilder(OpenAIStream):
         record, end = self._record, time.perf_counter()
         first_token_at = record.first_token_at or end
         prefill_seconds, decode_seconds = (
-            first_token_at - (record.admitted_at or record.received),
+            first_token_at - (record.admitted_at or record.received_at),
             end - first_token_at,
         )
         num_prompt_tokens, num_output_tokens = usage["prompt_tokens"], usage["completion_tokens"]

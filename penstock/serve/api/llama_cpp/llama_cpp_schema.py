@@ -17,7 +17,7 @@ class LlamaCppBody(RequestBody):
     """The fields that both routes share."""
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {
-        "cache_prompt": RefusedField("the prefix cache is always on", (True, False)),
+        "cache_prompt": RefusedField("the server setting enable_prefix_caching decides", (True, False)),
         "dry_multiplier": RefusedField(_NO_SAMPLER, (0, 0.0)),
         "dynatemp_range": RefusedField(_NO_SAMPLER, (0, 0.0)),
         "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
@@ -56,7 +56,7 @@ class LlamaCppBody(RequestBody):
     ignore_eos: bool | None = None
     json_schema: dict[str, object] | None = None
     grammar: str | None = None
-    """An EBNF grammar."""
+    """A grammar in EBNF, in the notation of llama.cpp's GBNF."""
     return_tokens: bool | None = None
     """Whether the response has the ids of the generated tokens."""
 

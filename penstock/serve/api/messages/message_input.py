@@ -265,7 +265,7 @@ def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict
         is_on = thinking.type != "disabled"
         if services.tokenizer.template_mentions("enable_thinking"):
             settings["chat_template_kwargs"] = {"enable_thinking": is_on}
-        elif is_on and services.parsers.reasoning_format is None:
+        elif is_on and services.parsers.reasoning_format_name is None:
             ignored_settings.append("thinking, which the model does not support")
     if config is not None and config.effort is not None:
         if template_supports_effort(services.tokenizer, config.effort):

@@ -127,10 +127,10 @@ class OllamaBuilder:
         first_token_at = record.first_token_at or end
         return {
             "done_reason": "length" if self._choice.finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(end - record.received),
+            "total_duration": _nanoseconds(end - record.received_at),
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": _nanoseconds(first_token_at - (record.admitted_at or record.received)),
+            "prompt_eval_duration": _nanoseconds(first_token_at - (record.admitted_at or record.received_at)),
             "eval_count": usage["completion_tokens"],
             "eval_duration": _nanoseconds(end - first_token_at),
         }

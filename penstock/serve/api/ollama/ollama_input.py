@@ -50,7 +50,11 @@ def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
     pending_call_ids: list[str] = []
     for message_index, message in enumerate(body.messages or ()):
         messages.append(_message(message, message_index, pending_call_ids))
-    chat: dict[str, object] = {**_shared_fields(services, body), "messages": messages}
+    chat: dict[str, object] = {
+        **_shared_fields(services, body),
+        **_reasoning_fields(services, body),
+        "messages": messages,
+    }
     if body.tools:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     field_paths = [f"messages[{index}]" for index in range(len(messages))]
@@ -69,7 +73,7 @@ def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> 
     )
     field_paths = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
-    chat = {**_shared_fields(services, body), "messages": messages}
+    chat = {**_shared_fields(services, body), **_reasoning_fields(services, body), "messages": messages}
     return Translation(chat, [*field_paths, "prompt"], (), FIELDS)
 
 
@@ -111,7 +115,7 @@ def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:
     num_predict = -1 if options is None or options.num_predict is None else options.num_predict
     max_length = services.worker.info.max_length
     fields["max_completion_tokens"] = max_length if num_predict < 0 else max(1, num_predict)
-    return fields | _reasoning_fields(services, body)
+    return fields
 
 
 def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]:
@@ -121,7 +125,7 @@ def _reasoning_fields(services: Services, body: OllamaBody) -> dict[str, object]
     settings: dict[str, object] = {"include_reasoning": think is not False}
     if services.tokenizer.template_mentions("enable_thinking"):
         settings["chat_template_kwargs"] = {"enable_thinking": think is not False}
-    elif think is True and services.parsers.reasoning_format is None:
+    elif think is True and services.parsers.reasoning_format_name is None:
         raise RequestProblem(400, f"{body.model!r} does not support thinking", param="think")
     if isinstance(think, str):
         if not template_supports_effort(services.tokenizer, think):

@@ -134,7 +134,7 @@ async def ollama_embed(request: Request) -> Response:
 
     members = {
         "model": body.model,
-        "total_duration": round((time.perf_counter() - record.received) * 1e9),
+        "total_duration": round((time.perf_counter() - record.received_at) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": encoded_inputs.usage["prompt_tokens"],
     }
@@ -176,8 +176,8 @@ async def ollama_show(request: Request) -> Response:
     is_text = services.task is PipelineTask.TEXT_GENERATION
     capabilities = ["completion"] if is_text else ["embedding"]
     capabilities += ["vision"] if services.tokenizer.reads_images else []
-    capabilities += ["tools"] if is_text and parsers.tool_format is not None else []
-    capabilities += ["thinking"] if is_text and parsers.reasoning_format is not None else []
+    capabilities += ["tools"] if is_text and parsers.tool_format_name is not None else []
+    capabilities += ["thinking"] if is_text and parsers.reasoning_format_name is not None else []
     family = config.model_type
     return json_response(
         {

@@ -41,7 +41,7 @@ async def create_response(request: Request) -> Response:
     if body.background:
         background_record = RequestRecord(record.request_id, route="/v1/responses (background)")
         background_record.client_id = record.client_id
-        background_record.session_header = record.session_header
+        background_record.header_session_id = record.header_session_id
         record_logged_fields(
             prepared_response.conversation.body, background_record, prepared_response.conversation.context
         )

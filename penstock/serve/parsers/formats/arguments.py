@@ -54,6 +54,7 @@ class Arguments:
     is_unrestricted: bool
     """Whether the schema names no argument and allows arguments of any name."""
     root: Schema
+    """The schema of the whole object, which contains the definitions."""
 
     @classmethod
     def from_schema(cls, schema: Schema) -> Arguments:
@@ -64,7 +65,7 @@ class Arguments:
         """
         for keyword in schema:
             if keyword not in _OBJECT_KEYWORDS:
-                reason = "this model writes arguments one by one: only their own schemas can be enforced"
+                reason = "this model writes arguments one by one: only schemas of arguments can be enforced"
                 raise UnsupportedSchemaError(keyword, "#", reason)
         properties: dict[str, Schema | bool] = {**schema.get("properties", {})}
         required = frozenset(schema.get("required", ()))
@@ -107,21 +108,22 @@ class TaggedArguments:
         If the schema is unrestricted, any number of arguments with any names is allowed.
 
         Raises:
-            UnsupportedSchemaError: a keyword cannot be enforced in text that is not JSON.
+            UnsupportedSchemaError: a keyword restricts the object as a whole, or cannot be enforced in text
+                that is not JSON.
         """
         arguments = Arguments.from_schema(schema)
         if arguments.is_unrestricted:
-            texts = [
+            alternatives = [
                 self._string_tag(_ANY_NAME),
                 *([self._json_tag(_ANY_NAME, True)] if self.has_type else []),
             ]
-            return any_number(either(texts))
-        parts = [
-            part if name in arguments.required else optional(part)
+            return any_number(either(alternatives))
+        argument_tags = [
+            tag if name in arguments.required else optional(tag)
             for name, argument_schema in arguments.schemas.items()
-            for part in [self._argument_tag(name, argument_schema, schema)]
+            for tag in [self._argument_tag(name, argument_schema, schema)]
         ]
-        return sequence(*parts) if parts else constant("")
+        return sequence(*argument_tags) if argument_tags else constant("")
 
     def _string_tag(self, name: Tag) -> Tag:
         return self._enclosed_tag(name, True, text_until(self.end))
@@ -156,7 +158,11 @@ class TaggedArguments:
     ) -> list[Tag]:
         """Return the structural tags of the strings that a schema allows, without quotes.
 
-        The parser reads each of these texts as this string, and not as a value of another type.
+        The tags match only texts that the parser reads as strings, not as values of another type.
+
+        Raises:
+            UnsupportedSchemaError: a keyword cannot be enforced in unquoted text, or the text of an enum
+                value is ambiguous.
         """
         assert isinstance(schema, dict)
         schema = {
@@ -201,9 +207,9 @@ class TaggedArguments:
         return self._enclosed_tag(name_tag, True, first_character_tag, text_until(self.end))
 
     def _fixed_text_tag(self, name_tag: Tag, text: str, types: frozenset[str], path: str) -> Tag:
-        is_text = len(types) == 1 or self.has_type
+        is_always_string = len(types) == 1 or self.has_type
         if self.end in text or not (
-            is_text or typed_json(text, types) == json.dumps(text, ensure_ascii=False)
+            is_always_string or typed_json(text, types) == json.dumps(text, ensure_ascii=False)
         ):
             raise UnsupportedSchemaError("enum", path, f"{text!r} as text is ambiguous")
         return self._enclosed_tag(name_tag, True, constant(text + self.padding + self.end))

@@ -17,27 +17,33 @@ from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Reade
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
-_BEGIN, _END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
-_CALL, _CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+_CALLS_BEGIN, _CALLS_END = (
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+)
+_CALL_BEGIN, _CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _NAME_END = MarkerSearch([_SEPARATOR])
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekCalls(ToolFormat):
-    """Calls of both variants. The parser accepts both, and the grammar forces the variant of the model."""
+    """Calls of DeepSeek V3, R1 and V3.1.
+
+    The reader accepts arguments with and without a code fence, whatever `is_fenced` is.
+    """
 
     is_fenced: bool
-    """Whether the arguments are in a code fence."""
+    """Whether the model writes the arguments in a code fence. The grammar forces this variant."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (_BEGIN, _CALL)  # models sometimes omit the outer marker
+        return (_CALLS_BEGIN, _CALL_BEGIN)  # models sometimes omit the outer marker
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         yield from stream.skip_space()
-        while marker == _CALL or (yield from stream.accept(_CALL)):
+        while marker == _CALL_BEGIN or (yield from stream.accept(_CALL_BEGIN)):
             marker = ""
             name = (yield from stream.take_until(_NAME_END, 256)).strip()
             yield from stream.skip_space()
@@ -54,13 +60,13 @@ class DeepSeekCalls(ToolFormat):
                 yield from read_end_marker(parser, "```")
             yield from read_end_marker(parser, _CALL_END)
             yield from stream.skip_space()
-        yield from read_end_marker(parser, _END)
+        yield from read_end_marker(parser, _CALLS_END)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         def call_begin(name: str) -> str:
             return f"function{_SEPARATOR}{name}\n```json\n" if self.is_fenced else f"{name}{_SEPARATOR}"
 
-        begin = "" if marker == _CALL else _CALL
+        begin = "" if marker == _CALL_BEGIN else _CALL_BEGIN
         calls = [
             sequence(
                 constant(begin + call_begin(name)),
@@ -69,7 +75,7 @@ class DeepSeekCalls(ToolFormat):
             )
             for name, schema in tools.schemas.items()
         ]
-        if marker == _CALL:
+        if marker == _CALL_BEGIN:
             return either(calls)
         separator = "\n" if self.is_fenced else ""
-        return sequence(repeated(either(calls), separator, parallel), constant(_END))
+        return sequence(repeated(either(calls), separator, parallel), constant(_CALLS_END))

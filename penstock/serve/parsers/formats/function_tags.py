@@ -15,7 +15,7 @@ from penstock.serve.parsers.tools import Tools
 
 _TAG_END = MarkerSearch([">"])
 _VALUE_END = MarkerSearch(["</parameter>"])
-_FUNCTION = "<function="
+_FUNCTION_BEGIN = "<function="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,20 @@ class FunctionTags(ToolFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.begin, _FUNCTION)  # models often omit the outer tag
+        return (self.begin, _FUNCTION_BEGIN)  # models often omit the outer tag
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         if marker == self.begin:
             yield from stream.skip_space()
-            yield from stream.expect(_FUNCTION)
+            yield from stream.expect(_FUNCTION_BEGIN)
         name = yield from read_name(parser)
         yield from stream.expect(">")
         writer = ArgumentWriter(parser, name)
         yield from stream.skip_space()
         while (yield from stream.accept("<parameter=")):
             key = yield from stream.take_until(_TAG_END, 256)
-            yield from writer.argument(key, _VALUE_END, is_padded=self.is_padded)
+            yield from writer.read_argument(key, _VALUE_END, is_padded=self.is_padded)
             yield from stream.skip_space()
         end = yield from stream.expect("</function>", self.end)
         writer.close()
@@ -58,7 +58,7 @@ class FunctionTags(ToolFormat):
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         arguments = TaggedArguments(_begin_tag, "</parameter>", padding="\n" if self.is_padded else "")
-        begin, end = ("", "") if marker == _FUNCTION else (f"\n{_FUNCTION}", f"\n{self.end}")
+        begin, end = ("", "") if marker == _FUNCTION_BEGIN else (f"\n{_FUNCTION_BEGIN}", f"\n{self.end}")
         return either(
             [
                 sequence(

@@ -19,9 +19,9 @@ _VALUE_END = MarkerSearch(["</arg_value>"])
 
 @dataclass(frozen=True)
 class GlmCalls(ToolFormat):
-    """Calls with the name as plain text, and two tags per argument, for its key and its value.
+    """Calls with the name as plain text, and two tags per argument: one for the key, one for the value.
 
-    Line ends between them are optional.
+    The reader accepts calls without the line ends between tags. The grammar forces some of the line ends.
     """
 
     @property
@@ -37,7 +37,7 @@ class GlmCalls(ToolFormat):
             key = yield from stream.take_until(_KEY_END, 256)
             yield from stream.skip_space()
             yield from stream.expect("<arg_value>")
-            yield from writer.argument(key.strip(), _VALUE_END, is_padded=False)
+            yield from writer.read_argument(key.strip(), _VALUE_END, is_padded=False)
             yield from stream.skip_space()
         yield from stream.expect("</tool_call>")
         writer.close()

@@ -2,7 +2,7 @@
 
 The name may also stand before the channel:
 ``<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}``.
-The output begins after ``<|start|>assistant``. A turn ends with its first call, so it has at most one call.
+The output begins after ``<|start|>assistant``. The first call ends the turn, so a turn has at most one call.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from penstock.serve.parsers.stream import MarkerSearch, NotAToolCallError, Reade
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
-_TO, _PREFIX = "to=", "functions."
+_RECIPIENT, _TOOL_PREFIX = "to=", "functions."
 _START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
 _HEADER_END = MarkerSearch([_MESSAGE])
-_MAX_HEADER = 256
+_MAX_HEADER_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,22 @@ class HarmonyCalls(ToolFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (f"{_CHANNEL}commentary {_TO}", f"{_CHANNEL}analysis {_TO}", f"{_START} {_TO}")
+        return (
+            f"{_CHANNEL}commentary {_RECIPIENT}",
+            f"{_CHANNEL}analysis {_RECIPIENT}",
+            f"{_START} {_RECIPIENT}",
+        )
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
         stream = parser.stream
         if not marker:
-            yield from stream.expect(_TO)
-        call_header = yield from stream.take_until(_HEADER_END, _MAX_HEADER)
-        name = call_header.split("<", 1)[0].split()[:1]
-        if not name:
+            yield from stream.expect(_RECIPIENT)
+        call_header = yield from stream.take_until(_HEADER_END, _MAX_HEADER_LENGTH)
+        words = call_header.split("<", 1)[0].split()
+        if not words:
             raise NotAToolCallError
         yield from stream.skip_space()
-        yield from read_arguments(parser, name[0].removeprefix(_PREFIX))
+        yield from read_arguments(parser, words[0].removeprefix(_TOOL_PREFIX))
         yield from read_end_marker(parser, "<|call|>", "<|end|>", is_single_token=True)
 
     def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
@@ -47,7 +51,7 @@ class HarmonyCalls(ToolFormat):
         call_header = f"{_CHANNEL}commentary json" if marker.startswith(_START) else " <|constrain|>json"
         return either(
             [
-                sequence(constant(f"{_PREFIX}{name}{call_header}{_MESSAGE}"), by_schema(schema))
+                sequence(constant(f"{_TOOL_PREFIX}{name}{call_header}{_MESSAGE}"), by_schema(schema))
                 for name, schema in tools.schemas.items()
             ]
         )

@@ -35,7 +35,8 @@ class InvokeCalls(ToolFormat):
     prefix: str = ""
     """Prefix of the names of all other tags."""
     is_typed: bool = False
-    """Whether the tag states if its value is a string. If not, the schema determines the type."""
+    """Whether the tag of an argument states if the value is a string. If not, the schema determines the type.
+    """
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ class InvokeCalls(ToolFormat):
                 is_string = None
                 if self.is_typed:
                     is_string = (yield from stream.expect('true">', 'false">')) == 'true">'
-                yield from writer.argument(key, value_end, is_padded=False, is_string=is_string)
+                yield from writer.read_argument(key, value_end, is_padded=False, is_string=is_string)
                 yield from stream.skip_space()
             yield from stream.expect(f"</{self.prefix}invoke>")
             writer.close()

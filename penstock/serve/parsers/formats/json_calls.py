@@ -18,7 +18,7 @@ _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("type", "id", "tool_call_id")
 _NAME = re.compile(r"[\w.\-]+")
-_MAX_NAME = 256
+_MAX_NAME_LENGTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class JsonCalls(ToolFormat):
     arguments_key: str = "arguments"
     padding: str = ""
     """Text on both sides of an object, or before a list."""
-    first_keys: str = ""
-    """JSON text of the members that models write before the name."""
+    first_members: str = ""
+    """JSON text of the members that the model writes before the name."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class JsonCalls(ToolFormat):
         return either([self._call_tag(name, schema) for name, schema in tools.schemas.items()])
 
     def _call_tag(self, name: str, schema: dict[str, object]) -> Tag:
-        call_begin = f'{{{self.first_keys}"{self.name_key}": {json.dumps(name)}, "{self.arguments_key}": '
+        call_begin = f'{{{self.first_members}"{self.name_key}": {json.dumps(name)}, "{self.arguments_key}": '
         return sequence(constant(call_begin), by_schema(schema), constant("}"))
 
 
@@ -126,13 +126,13 @@ def check_no_text_after_calls(parser: ReasoningToolParser) -> None:
 def read_end_marker(
     parser: ReasoningToolParser, *end_markers: str, is_single_token: bool = False
 ) -> Reader[None]:
-    """Read an end marker. At the end of the text it may be missing or incomplete.
+    """Read an end marker. The marker may be missing or incomplete at the end of the text.
 
     Args:
         parser: the parser of the output.
         *end_markers: the accepted end markers.
-        is_single_token: whether the marker is a single token. A part of the marker's text is then content,
-            because a token is never incomplete.
+        is_single_token: whether the marker is a single token. An incomplete marker is then content, because a
+            token is never incomplete.
 
     Raises:
         NotAToolCallError: other text follows the calls; or the text ends with ``<``, or with a part of a
@@ -149,12 +149,11 @@ def read_end_marker(
 
 
 def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) -> Reader[None]:
-    """Read one call object. Its keys can have any order, and unknown keys are skipped.
+    """Read one call object. The keys of the object can have any order.
 
-    The arguments may be missing; after the arguments, the closing brace may be missing.
-
-    An object without a marker (`is_unmarked`) is a call only if it has no unknown key, has both a name and
-    arguments, and names a tool of the request.
+    After a marker, unknown keys are skipped and the arguments may be missing. After the arguments, the
+    closing brace may be missing. An object without a marker (`is_unmarked`) is a call only if it has no
+    unknown key, has both a name and arguments, and names a tool of the request.
 
     Raises:
         NotAToolCallError: the text is not a call.
@@ -198,33 +197,33 @@ def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) ->
 
 
 def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Reader[None]:
-    """Read the arguments of a call of a known tool and emit them, an object incrementally.
+    """Read and emit the arguments of a call of a known tool. An object is emitted incrementally.
 
-    `ToolCallStart` is emitted when the first key or the end of the arguments object has arrived. If the JSON
-    becomes invalid later, the arguments end at this point, and the remaining text is content.
+    `ToolCallStart` is emitted when the first character after the opening brace has arrived. If the JSON
+    becomes invalid later, the arguments end there, and the text after them is content.
     """
     if (yield from parser.stream.peek()) != "{":
         _emit_call(parser, name, (yield from _read_arguments_text(parser)), call_id)
         return
-    call_begin: str | None = ""
+    pending_text: str | None = ""  # arguments before the emission of `ToolCallStart`, then None
 
     def emit_arguments(text: str) -> None:
-        nonlocal call_begin
-        if call_begin is None:
+        nonlocal pending_text
+        if pending_text is None:
             parser.add_arguments(text)
             return
-        call_begin += text
-        if len(call_begin.rstrip()) > 1:
+        pending_text += text
+        if len(pending_text.rstrip()) > 1:
             parser.start_call(name, call_id)
-            parser.add_arguments(call_begin)
-            call_begin = None
+            parser.add_arguments(pending_text)
+            pending_text = None
 
     yield from scan_value(parser.stream, JsonScanner(), emit_arguments)
     parser.end_call()
 
 
 def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Reader[None]:
-    """Read the arguments of a call whose name was read. A call of an unknown tool becomes content."""
+    """Read the arguments of a call of the tool `name`. A call of an unknown tool becomes content."""
     if parser.has_tool(name):
         yield from stream_arguments(parser, name, call_id)
     else:
@@ -234,7 +233,7 @@ def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") ->
 
 def read_name(parser: ReasoningToolParser) -> Reader[str]:
     """Read a tool name that is not in quotes, and return it."""
-    name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
+    name = yield from parser.stream.take_run(_NAME, _MAX_NAME_LENGTH)
     return name
 
 
@@ -267,13 +266,16 @@ def _read_arguments_text(parser: ReasoningToolParser) -> Reader[str]:
     """Read arguments and return them as the JSON text of an object.
 
     Models write an object, a string with the JSON text of an object, or null for no arguments.
+
+    Raises:
+        NotAToolCallError: the text is none of these values.
     """
     text = yield from json_value(parser.stream)
     if text.startswith('"'):
         text = json.loads(text).strip()
-        value = JsonScanner()
-        end, text = value.feed(text)
-        if not value.is_complete or value.is_invalid or end != len(text):
+        scanner = JsonScanner()
+        end, text = scanner.feed(text)
+        if not scanner.is_complete or scanner.is_invalid or end != len(text):
             raise NotAToolCallError
     if text == "null":
         return "{}"

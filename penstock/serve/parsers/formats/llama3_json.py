@@ -41,11 +41,11 @@ class Llama3Calls(JsonCalls):
 
     def _read_built_in_call(self, parser: ReasoningToolParser) -> Reader[None]:
         name = yield from read_name(parser)
-        method = ".call"
-        if not name.endswith(method) or not parser.has_tool(name.removesuffix(method)):
+        tool_name = name.removesuffix(".call")
+        if tool_name == name or not parser.has_tool(tool_name):
             raise NotAToolCallError
         yield from parser.stream.expect("(")
-        yield from read_keywords(parser, name.removesuffix(method))
+        yield from read_keywords(parser, tool_name)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         return repeated(self.call_tag(tools), "; ", parallel)

@@ -31,7 +31,7 @@ from penstock.serve.parsers.tools import Schema, Tools
 from penstock.serve.parsers.value_scanner import scan_value
 
 _NAME = re.compile(r"[\w.\-]+")
-_MAX_NAME = 256
+_MAX_NAME_LENGTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ def read_call(parser: ReasoningToolParser) -> Reader[None]:
     """Read the call ``name(a=1, b="x")`` and emit its arguments as JSON.
 
     Raises:
-        NotAToolCallError: the text is not such a call, or no known tool has this name.
+        NotAToolCallError: the text is not a call of this form, or the request has no tool of this name.
     """
-    name = yield from parser.stream.take_run(_NAME, _MAX_NAME)
+    name = yield from parser.stream.take_run(_NAME, _MAX_NAME_LENGTH)
     yield from parser.stream.expect("(")
     if not parser.has_tool(name):
         raise NotAToolCallError
@@ -95,7 +95,7 @@ def read_call(parser: ReasoningToolParser) -> Reader[None]:
 
 
 def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
-    """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON.
+    """Read ``a=1, b="x")`` after the opening parenthesis of a call. Emit the call with its arguments as JSON.
 
     Raises:
         NotAToolCallError: the text does not have this form.
@@ -104,7 +104,7 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Reader[None]:
     separator = "{"
     yield from stream.skip_space()
     while not (yield from stream.accept(")")):
-        keyword = yield from stream.take_run(_NAME, _MAX_NAME)
+        keyword = yield from stream.take_run(_NAME, _MAX_NAME_LENGTH)
         yield from stream.skip_space()
         yield from stream.expect("=")
         yield from stream.skip_space()
@@ -142,27 +142,25 @@ def call_grammar(name: str, schema: Schema) -> Tag:
         further_keywords = any_number(sequence(constant(", "), keyword))
         return sequence(*parts, optional(sequence(keyword, further_keywords)), constant(")"))
     required_names = [key for key in arguments.schemas if key in arguments.required]
-    values = {
+    keyword_tags = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
     # Required arguments come first, so that every optional argument can begin with a comma.
     for index, key in enumerate(required_names):
-        parts.append(sequence(constant(", "), values[key]) if index else values[key])
+        parts.append(sequence(constant(", "), keyword_tags[key]) if index else keyword_tags[key])
     optional_keys = [key for key in arguments.schemas if key not in required_names]
     if required_names:
-        parts += [optional(sequence(constant(", "), values[key])) for key in optional_keys]
+        parts += [optional(sequence(constant(", "), keyword_tags[key])) for key in optional_keys]
     elif optional_keys:
-        parts.append(optional(_any_of_in_order([values[key] for key in optional_keys])))
+        parts.append(optional(_any_of_in_order([keyword_tags[key] for key in optional_keys])))
     return sequence(*parts, constant(")"))
 
 
-def _any_of_in_order(values: list[Tag]) -> Tag:
-    """Return the tag of one or more of the values, in their order, separated by commas."""
+def _any_of_in_order(tags: list[Tag]) -> Tag:
+    """Return the tag of a text that matches one or more of the tags, in their order, separated by commas."""
     return either(
         [
-            sequence(
-                first_value, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :])
-            )
-            for index, first_value in enumerate(values)
+            sequence(first_tag, *(optional(sequence(constant(", "), tag)) for tag in tags[index + 1 :]))
+            for index, first_tag in enumerate(tags)
         ]
     )

@@ -21,8 +21,8 @@ from penstock.serve.parsers.formats.pythonic import PythonicCalls
 from penstock.serve.parsers.formats.pythonic_lines import PythonicLines
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 
-# ParserFactory.choose uses the first row whose hints are all in the chat template. A specific format
-# therefore precedes a general format that shares its hints.
+# ParserFactory.choose uses the first row whose hints are all in the chat template. A format with more
+# specific hints therefore precedes a format whose hints the same templates contain.
 _ROWS: tuple[ToolFormat, ...] = (
     HarmonyCalls(
         name="harmony",
@@ -107,7 +107,7 @@ _ROWS: tuple[ToolFormat, ...] = (
     ),
     DeepSeekCalls(
         name="deepseek_v31",
-        models="DeepSeek V3.1, with the same characters",
+        models="DeepSeek V3.1, with the wide bar U+FF5C and with U+2581 as the underscore",
         example="<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
         'f<\uff5ctool\u2581sep\uff5c>{"a": 1}'
         "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
@@ -154,7 +154,7 @@ _ROWS: tuple[ToolFormat, ...] = (
         end="<|END_ACTION|>",
         name_key="tool_name",
         arguments_key="parameters",
-        first_keys='"tool_call_id": "0", ',
+        first_members='"tool_call_id": "0", ',
     ),
     JsonCalls(
         name="firefunction",

@@ -36,10 +36,10 @@ class ArgumentWriter:
         if not self._is_known:
             parser.mark_unknown_tool()
 
-    def argument(
+    def read_argument(
         self, key: str, end: MarkerSearch, *, is_padded: bool, is_string: bool | None = None
     ) -> Reader[None]:
-        """Read the value of an argument and its end marker.
+        """Read the value and the end marker of an argument, and emit the argument.
 
         Args:
             key: the name of the argument.
@@ -124,9 +124,9 @@ def typed_json(text: str, types: frozenset[str] | None) -> str:
     """
     stripped_text = text.strip()
     stripped_text = _PYTHON_NAMES.get(stripped_text, stripped_text)
-    value = JsonScanner()
-    end, json_text = value.feed(f"{stripped_text} ")  # a number ends only when another character follows
-    if not value.is_complete or value.is_invalid or end < len(stripped_text):
+    scanner = JsonScanner()
+    end, json_text = scanner.feed(f"{stripped_text} ")  # a number ends only when another character follows
+    if not scanner.is_complete or scanner.is_invalid or end < len(stripped_text):
         return json.dumps(text, ensure_ascii=False)
     if types is None or "string" not in types:
         return json_text

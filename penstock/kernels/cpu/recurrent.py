@@ -1,0 +1,129 @@
+"""Linear attention with C++ kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.elementwise import CpuElementwise
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
+from penstock.kernels.inputs import LayerState
+from penstock.kernels.recurrent_ops import GateFunction
+
+_MAX_KERNEL = 8
+"""Maximum width of the convolution; ``MAX_KERNEL`` in csrc."""
+_MAX_KEY_DIM = 256
+"""Maximum size of a key head; ``MAX_KEY_DIM`` in csrc."""
+
+_GATE_NUMBERS: dict[GateFunction, int] = {"sigmoid": 0, "silu": 1}
+
+
+class CpuRecurrent(CpuElementwise):
+    """Linear attention with C++ kernels, for float32 and bfloat16 activations."""
+
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
+    ) -> Tensor:
+        kind, kernel = DTYPE_CODES.get(x.dtype), len(weight)
+        types_fit = state.inputs.dtype == x.dtype and weight.dtype == torch.float32
+        fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
+        if kind is None or not types_fit or not fits or not 2 <= kernel <= _MAX_KERNEL:
+            self._fall_back(
+                "short_convolution",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "states or weights of another type": types_fit,
+                    "this memory layout": fits,
+                    f"a width of {kernel} (2 to {_MAX_KERNEL})": 2 <= kernel <= _MAX_KERNEL,
+                },
+            )
+            return super().short_convolution(x, weight, state, row_offsets, lengths)
+        out = self._empty(x.shape, x.dtype)
+        self._kernels.short_convolution(
+            kind,
+            x.data_ptr(),
+            weight.data_ptr(),
+            state.inputs.data_ptr(),
+            *_sequence_addresses(state, row_offsets, lengths),
+            out.data_ptr(),
+            len(lengths),
+            x.shape[1],
+            kernel,
+            x.stride(0),
+        )
+        return out
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        decay: Tensor,
+        state: LayerState,
+        row_offsets: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        kind = DTYPE_CODES.get(qkv.dtype)
+        _, heads, key_dim, value_dim = state.recurrent.shape
+        types_fit = gates.dtype == qkv.dtype and decay.dtype == state.recurrent.dtype == torch.float32
+        fits = qkv.stride(1) == gates.stride(1) == 1
+        fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
+        if kind is None or not types_fit or not fits or key_dim > _MAX_KEY_DIM:
+            self._fall_back(
+                "gated_delta_rule",
+                {
+                    f"{qkv.dtype} activations": kind is not None,
+                    "gates or states of another type": types_fit,
+                    "this memory layout": fits,
+                    f"key heads of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
+                },
+            )
+            return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
+        rows = len(qkv)
+        out = self._empty((rows, heads, value_dim), qkv.dtype)
+        is_long = 4 * rows * heads * key_dim * value_dim > LONG_KERNEL
+        (self._kernels.long_gated_delta_rule if is_long else self._kernels.gated_delta_rule)(
+            kind,
+            qkv.data_ptr(),
+            gates.data_ptr(),
+            decay.data_ptr(),
+            state.recurrent.data_ptr(),
+            *_sequence_addresses(state, row_offsets, lengths),
+            out.data_ptr(),
+            len(lengths),
+            heads,
+            (qkv.shape[1] - heads * value_dim) // (2 * key_dim),
+            key_dim,
+            value_dim,
+            rows,
+            qkv.stride(0),
+            gates.stride(0),
+        )
+        return out
+
+    def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
+        kind = DTYPE_CODES.get(x.dtype)
+        fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
+        if kind is None or not fits:
+            self._fall_back(
+                "apply_gate",
+                {f"{x.dtype} activations": kind is not None, "this memory layout or mixed types": fits},
+            )
+            return super().apply_gate(x, gate, function)
+        out = self._empty(x.shape, x.dtype)
+        pointers = (x.data_ptr(), gate.data_ptr(), out.data_ptr())
+        self._kernels.apply_gate(
+            kind, _GATE_NUMBERS[function], *pointers, *x.shape, *x.stride()[:2], *gate.stride()[:2]
+        )
+        return out
+
+
+def _sequence_addresses(state: LayerState, row_offsets: Tensor, lengths: Tensor) -> tuple[int, ...]:
+    """Return the addresses of slots, saves, row offsets and lengths of the sequences of a step."""
+    assert state.slots.dtype == state.saves.dtype == torch.int64
+    assert state.saves.is_contiguous()
+    assert row_offsets.dtype == lengths.dtype == torch.int32
+    assert state.slots.is_contiguous()
+    assert row_offsets.is_contiguous()
+    assert lengths.is_contiguous()
+    tensors = (state.slots, state.saves, row_offsets, lengths)
+    return tuple(tensor.data_ptr() for tensor in tensors)

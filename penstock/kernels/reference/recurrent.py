@@ -1,0 +1,92 @@
+"""The operations of linear attention in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.inputs import LayerState
+from penstock.kernels.recurrent_ops import NORM_EPS, NUM_SAVES, GateFunction, RecurrentOps
+
+
+class ReferenceRecurrent(RecurrentOps):
+    """The operations of linear attention in plain torch, for every device."""
+
+    name = "reference"
+
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        num_kept = len(weight) - 1
+        for slot, first, end, starts_at_zero, saves in _sequences(state, row_offsets, lengths):
+            kept = state.inputs[slot]
+            rows = torch.cat([torch.zeros_like(kept) if starts_at_zero else kept, x[first:end]]).float()
+            total = torch.zeros_like(rows[num_kept:])
+            for j, factors in enumerate(weight):
+                total = total + rows[j : j + len(total)] * factors
+            out[first:end] = (total / (1 + torch.exp(-total))).to(x.dtype)
+            for num_rows, target in [*saves, (end - first, slot)]:
+                state.inputs[target] = rows[num_rows : num_rows + num_kept].to(state.inputs.dtype)
+        return out
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        gates: Tensor,
+        decay: Tensor,
+        state: LayerState,
+        row_offsets: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        _, heads, key_dim, value_dim = state.recurrent.shape
+        num_keys = (qkv.shape[1] - heads * value_dim) // 2
+        group = heads * key_dim // num_keys
+        wide = qkv.float()
+        queries, keys, values = wide[:, :num_keys], wide[:, num_keys : 2 * num_keys], wide[:, 2 * num_keys :]
+        q = _normalized(queries.reshape(len(qkv), -1, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
+        k = _normalized(keys.reshape(len(qkv), -1, key_dim)).repeat_interleave(group, 1)  # [T, H, D]
+        v = values.reshape(len(qkv), heads, value_dim)
+        rate_logits, decay_inputs = gates.float().chunk(2, 1)  # [T, H] each
+        rates = 1 / (1 + torch.exp(-rate_logits))
+        factors = torch.exp(-decay[0] * _softplus(decay_inputs + decay[1]))
+        out = torch.empty_like(v)
+        for slot, first, end, starts_at_zero, saves in _sequences(state, row_offsets, lengths):
+            s = state.recurrent[slot]  # [H, D, F]
+            s = torch.zeros_like(s) if starts_at_zero else s
+            for t in range(first, end):
+                s = s * factors[t, :, None, None]
+                change = (v[t] - (k[t, :, :, None] * s).sum(1)) * rates[t, :, None]  # [H, F]
+                s = s + k[t, :, :, None] * change[:, None]
+                out[t] = (q[t, :, :, None] * s).sum(1)
+                for num_rows, target in saves:
+                    if num_rows == t + 1 - first:
+                        state.recurrent[target] = s
+            state.recurrent[slot] = s
+        return out.to(qkv.dtype)
+
+    def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
+        wide = gate.float()
+        sigmoid = 1 / (1 + torch.exp(-wide))
+        return (x.float() * (sigmoid if function == "sigmoid" else wide * sigmoid)).to(x.dtype)
+
+
+def _sequences(
+    state: LayerState, row_offsets: Tensor, lengths: Tensor
+) -> Iterator[tuple[int, int, int, bool, list[tuple[int, int]]]]:
+    """Yield slot, first row, end, whether the first row is at position 0, and saves of each sequence."""
+    offsets, saves = row_offsets.tolist(), state.saves.view(-1, NUM_SAVES, 2).tolist()
+    for slot, length, first, end, pairs in zip(
+        state.slots.tolist(), lengths.tolist(), offsets[:-1], offsets[1:], saves, strict=True
+    ):
+        yield slot, first, end, length == end - first, [(count, target) for count, target in pairs if count]
+
+
+def _normalized(x: Tensor) -> Tensor:  # [T, K, D] float32
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
