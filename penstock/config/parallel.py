@@ -20,8 +20,8 @@ class ParallelConfig:
     tensor_parallel_size: int = setting(
         1,
         Rule("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
-        "Number of processes among which a model is divided: one for each device; on a CPU they divide the "
-        "cores.",
+        "Number of processes (ranks) among which a model is divided: one for each device; on a CPU the "
+        "processes divide the cores.",
     )
     expert_parallel: bool = setting(
         False,

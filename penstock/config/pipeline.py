@@ -61,8 +61,8 @@ class KVCacheConfig:
     dtype: str | None = setting(
         None,
         one_of("float32", "bfloat16", "float16", "int8", "fp8"),
-        "Element type of the KV cache; by default that of the activations. fp8 is E4M3 with the scales of "
-        "the checkpoint, or else with one scale for each token and KV head.",
+        "Element type of the KV cache; by default the type of the activations. fp8 is E4M3 with the scales "
+        "of the checkpoint, or else with one scale for each token and KV head.",
         flat_name="kv_cache_dtype",
     )
     memory: int | None = setting(
@@ -74,7 +74,8 @@ class KVCacheConfig:
     offload_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Host memory for KV blocks that are evicted from a GPU, in bytes; by default they are dropped.",
+        "Host memory for KV blocks that are evicted from a GPU, in bytes; by default, evicted blocks are "
+        "dropped.",
         flat_name="kv_offload_memory",
     )
 
@@ -148,8 +149,8 @@ class PipelineConfig:
     deterministic: bool = setting(
         False,
         FLAG,
-        "Make results bit-equal, independent of batching, chunking and caching. Encodings that do not "
-        "support it are refused.",
+        "Make the results of a request bit-equal for every batch, division of the prompt into chunks and "
+        "state of the prefix cache. Encodings that do not support this setting are refused.",
     )
     num_threads: int | None = setting(
         None, THREADS, "Number of CPU compute threads; by default one per core."

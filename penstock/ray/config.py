@@ -53,7 +53,9 @@ class RayConfig:
         "by ray-min-replicas.",
     )
     ray_ingress_replicas: int = setting(
-        1, COUNT, "Number of processes that serve HTTP, read prompts and write answers. They reserve no CPU."
+        1,
+        COUNT,
+        "Number of processes that serve HTTP, encode prompts and decode outputs. They reserve no CPU.",
     )
     ray_app_name: str = setting("penstock", _NAME, "Name of the application in Ray Serve.")
     ray_batch_size: int = setting(

@@ -79,7 +79,7 @@ def test_the_check_detects_an_error(
     "changes",
     [
         {"self.mlp(normed, step))": "self.mlp(x, step))"},
-        {"return step.ops.add(x, both)": "return both"},
+        {"return step.ops.add(x, update)": "return update"},
         {'gate_up=("gate", "up")': 'gate_up=("up", "gate")'},
     ],
     ids=str,
