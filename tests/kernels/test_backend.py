@@ -154,7 +154,7 @@ def test_a_back_end_that_does_not_support_the_device_type_is_refused() -> None:
 
 def unusable_backend(name: str = "broken") -> Backend:
     sizes = {"cpu": DefaultSizes(max_batch_size=1, step_tokens=1)}
-    return Backend(name=name, sizes=sizes, load=lambda: None, variants=list, priority=50)
+    return Backend(name=name, default_sizes=sizes, load=lambda: None, variants=list, priority=50)
 
 
 def test_a_back_end_that_cannot_run_is_skipped_by_default_and_refused_by_name() -> None:

@@ -23,7 +23,7 @@ def _variants(*, deterministic: bool = False) -> dict[str, tuple[Ops, bool]]:
         for ops in backend.variants():
             if type(ops) is ReferenceOps:
                 continue
-            on_gpu = "cpu" not in backend.sizes and os.environ.get("TRITON_INTERPRET") != "1"
+            on_gpu = "cpu" not in backend.default_sizes and os.environ.get("TRITON_INTERPRET") != "1"
             device_ops = on_device(ops, "cuda") if on_gpu else ops
             if on_gpu and deterministic:  # CPU variants are always deterministic
                 device_ops.require_determinism()

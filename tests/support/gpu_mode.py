@@ -83,5 +83,5 @@ def register_interpreted() -> None:
 
     sizes = {"cpu": DefaultSizes(max_batch_size=8, step_tokens=512)}
     BACKENDS.register(
-        replace(BACKEND, name="interpreted", priority=-1, sizes=sizes, load=CudaOps, variants=list)
+        replace(BACKEND, name="interpreted", priority=-1, default_sizes=sizes, load=CudaOps, variants=list)
     )
