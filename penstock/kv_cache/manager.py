@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InputError, InsufficientBlocksError
-from penstock.kernels import KVCacheInputs, KVGroupInputs, upload, uploaded_together
+from penstock.kernels import KVCacheInputs, KVGroupInputs, StateInputs, upload, uploaded_together
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
 from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.prefault import CachePrefault
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
+from penstock.kv_cache.sequence_states import SequenceState, SequenceStates
 from penstock.kv_cache.spec import KVCacheSpec
-from penstock.kv_cache.states import RecurrentStates, SavedStates
 from penstock.kv_cache.storage import KVCacheStorage
 from penstock.pipelines.core import InputContext
 
@@ -48,9 +48,7 @@ class _Sequence:
     num_committed: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
     in_flight: list[bytes] = field(default_factory=list)  # digests of blocks being computed, last block first
-    state_length: int = 0  # number of tokens in the recurrent state, see `KVCacheSpec.states`
-    branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
-    saves: list[tuple[int, int]] = field(default_factory=list)  # (blocks, index) of states the step saves
+    state: SequenceState | None = None  # only for a model with `KVCacheSpec.states`
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -90,14 +88,19 @@ class KVCacheManager(PrefixCacheControls):
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device, fixed_scales)
         self._group_of_layer = spec.group_of_layer
         self._window_groups = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
-        self.states: RecurrentStates | None = None
+        self._states: SequenceStates | None = None
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(count) for count in num_blocks]
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
         if spec.states is not None:
-            num_saved = num_states if enable_prefix_caching else 0
-            self.states = RecurrentStates(spec.states, num_states, num_saved, device)
-            self._prefixes.saved_states = SavedStates(range(num_states, num_states + num_saved))
+            self._states = SequenceStates(
+                spec.states,
+                num_states,
+                saves_prefixes=enable_prefix_caching,
+                block_size=block_size,
+                device=device,
+            )
+            self._prefixes.saved_states = self._states.saved
         if host_memory:
             self._prefixes.host = HostBlocks(spec, self._pools, self.storage, host_memory)
         self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
@@ -128,7 +131,7 @@ class KVCacheManager(PrefixCacheControls):
         )
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
-        if not self._has_free_state:
+        if self._states is not None and not self._states.has_free(len(self._sequences)):
             return False
         digests: list[bytes] = []
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
@@ -191,8 +194,8 @@ class KVCacheManager(PrefixCacheControls):
         if num_committed > sequence.num_committed:
             self._register(context, sequence, num_committed)
             context.set_token_indices(committed_idx=num_committed * self.block_size)
-        sequence.state_length = max(sequence.state_length, context.start_idx)
-        self._commit_saves(sequence)
+        if self._states is not None and sequence.state is not None:
+            self._states.commit(sequence.state, context.start_idx, sequence.digests)
         for index, group in self._window_groups:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_committed)
             if first > sequence.num_dropped[index]:
@@ -218,9 +221,8 @@ class KVCacheManager(PrefixCacheControls):
         sequence.digests = list(parent_sequence.digests)
         sequence.num_dropped = list(parent_sequence.num_dropped)
         sequence.num_committed, sequence.num_blocks = num_committed, num_committed + num_partial
-        sequence.state_length = parent_sequence.state_length
-        if self.states is not None:
-            self.states.copy(parent_sequence.slot, sequence.slot)
+        if self._states is not None and parent_sequence.state is not None and sequence.state is not None:
+            self._states.fork(parent_sequence.state, sequence.state)
         self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
             parent_blocks = self._tables.row(index, parent_sequence.slot)
@@ -237,14 +239,15 @@ class KVCacheManager(PrefixCacheControls):
         if not context.is_assigned_to_cache:
             return
         sequence = self._sequence(context)
-        self._drop_saves(sequence)
+        if self._states is not None and sequence.state is not None:
+            self._states.release(sequence.state)
         self._truncate(sequence, 0)
         del self._sequences[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         context.unassign_from_cache()
 
     def waits_for(self, context: InputContext) -> bool:
-        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or self.states is not None:
+        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or self._states is not None:
             return False
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         return chain is not None and self._prefixes.is_awaited(chain, self._max_cached_blocks(context))
@@ -257,8 +260,8 @@ class KVCacheManager(PrefixCacheControls):
         assert not self._sequences, f"{len(self._sequences)} contexts hold blocks"
         self._prefault.stop()
         self.storage.discard()
-        if self.states is not None:
-            self.states.discard()
+        if self._states is not None:
+            self._states.discard()
         self.forget_prefixes()
 
     def prefault_next(self) -> bool:
@@ -283,13 +286,6 @@ class KVCacheManager(PrefixCacheControls):
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         end_positions = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        states = None
-        if self.states is not None:
-            saves = []
-            for sequence, start, end in zip(sequences, starts, end_positions.tolist(), strict=True):
-                sequence.state_length = end  # if the step fails, this differs from ``start_idx``
-                saves.append(self._plan_saves(sequence, start, end))
-            states = self.states.inputs(slots, saves)
         tables = self._tables.batch_tables(slots, max_blocks, end_positions, counts, self.block_size)
         with uploaded_together(self.device):
             groups = tuple(
@@ -306,7 +302,7 @@ class KVCacheManager(PrefixCacheControls):
             caches=self.storage.caches,
             scales=self.storage.scales,
             block_size=self.block_size,
-            states=states,
+            states=self._state_inputs(sequences, starts, end_positions.tolist()),
         )
 
     def check_integrity(self) -> None:
@@ -334,18 +330,16 @@ class KVCacheManager(PrefixCacheControls):
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
-    @property
-    def _has_free_state(self) -> bool:
-        return self.states is None or len(self._sequences) < self.states.num_states
-
     def _assign_slot(self, context: InputContext) -> _Sequence:
-        if self.states is not None and not self._has_free_state:
-            raise InsufficientBlocksError(1, 0, self.states.num_states)
+        if self._states is not None:
+            self._states.check_free(len(self._sequences))
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
         context.assign_to_cache(slot)
         self._tables.grow(num_slots=slot + 1)
         regime = self.spec.regime(context.current_length)
-        self._sequences[slot] = _Sequence(context.request_id, slot, [0] * len(self._pools), regime)
+        state = None if self._states is None else SequenceState(slot)
+        num_dropped = [0] * len(self._pools)
+        self._sequences[slot] = _Sequence(context.request_id, slot, num_dropped, regime, state=state)
         return self._sequences[slot]
 
     def _sequence(self, context: InputContext) -> _Sequence:
@@ -366,12 +360,9 @@ class KVCacheManager(PrefixCacheControls):
         if self._uses_prefix_cache(context):
             self._prefixes.restore(chain, self._max_cached_blocks(context))
             num_cached = self._prefixes.num_usable_blocks(context, chain, self._max_cached_blocks(context))
-        if self.states is not None and self._prefixes.saved_states is not None:
-            sequence.branch = self._prefixes.num_cached_blocks(chain, self._max_cached_blocks(context))
-            if num_cached:
-                saved_state = self._prefixes.saved_states.find(chain.digests[num_cached - 1])
-                self.states.copy(saved_state, sequence.slot)
-                sequence.state_length = num_cached * self.block_size
+        if self._states is not None and sequence.state is not None:
+            sequence.state.branch = self._prefixes.num_cached_blocks(chain, self._max_cached_blocks(context))
+            self._states.restore(sequence.state, chain.digests[:num_cached])
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(num_cached * self.block_size) // self.block_size
@@ -398,49 +389,23 @@ class KVCacheManager(PrefixCacheControls):
         del sequence.in_flight[len(sequence.in_flight) - len(computed_digests) :]
         sequence.num_committed = num_committed
 
-    def _plan_saves(self, sequence: _Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
-
-        They are the states at the last block boundary of the step, and at the end of the blocks that were
-        cached when the context was claimed. A step of one row saves no state, because the later steps of the
-        same call would overwrite it.
-        """
-        saved_states = self._prefixes.saved_states
-        self._drop_saves(sequence)
-        if sequence.root is None or end - start < 2 or saved_states is None:
-            return []
-        pairs = []
-        for num_blocks in sorted({end // self.block_size, sequence.branch}):
-            position = num_blocks * self.block_size
-            if start < position <= end and (index := saved_states.reserve()) is not None:
-                sequence.saves.append((num_blocks, index))
-                pairs.append((position - start, index))
-        return pairs
-
-    def _commit_saves(self, sequence: _Sequence) -> None:
-        """Make the states that the last step has saved available to other contexts."""
-        for num_blocks, index in sequence.saves:
-            saved_states = self._prefixes.saved_states
-            assert saved_states is not None
-            if num_blocks <= sequence.num_committed:
-                saved_states.add(sequence.digests[num_blocks - 1], index)
-            else:
-                saved_states.free(index)
-        sequence.saves = []
-
-    def _drop_saves(self, sequence: _Sequence) -> None:
-        """Free the indices of states that a failed step should have saved."""
-        for _, index in sequence.saves:
-            assert self._prefixes.saved_states is not None
-            self._prefixes.saved_states.free(index)
-        sequence.saves = []
+    def _state_inputs(
+        self, sequences: Sequence[_Sequence], starts: Sequence[int], ends: Sequence[int]
+    ) -> StateInputs | None:
+        """Return the recurrent states of a batch; None for a model without such states."""
+        if self._states is None:
+            return None
+        states = [sequence.state for sequence in sequences if sequence.state is not None]
+        return self._states.inputs(
+            states, starts, ends, [sequence.root is not None for sequence in sequences]
+        )
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
         """Return whether the next step would write into committed blocks or needs freed blocks."""
         start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
         if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
             return True
-        if self.states is not None and start not in (0, sequence.state_length):
+        if sequence.state is not None and start not in (0, sequence.state.length):
             return True
         return any(
             group.first_visible(start) // self.block_size < sequence.num_dropped[index]
@@ -454,7 +419,7 @@ class KVCacheManager(PrefixCacheControls):
         for index, group in self._window_groups:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
                 length = 0  # needed blocks were freed: compute all tokens again
-        if self.states is not None:
+        if sequence.state is not None:
             length = 0  # a state cannot be rolled back
         self._truncate(sequence, length)
         start = length * self.block_size

@@ -1,0 +1,137 @@
+"""`SequenceStates`: the recurrent states of sequences, and the states saved for their prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.errors import InsufficientBlocksError
+from penstock.kernels import StateInputs
+from penstock.kv_cache.spec import StateSpec
+from penstock.kv_cache.states import RecurrentStates, SavedStates
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """The recurrent state of one sequence."""
+
+    slot: int
+    length: int = 0  # number of tokens that the state includes
+    branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
+    pending: list[tuple[int, int]] = field(default_factory=list)  # (blocks, index) of states the step saves
+
+
+class SequenceStates:
+    """The recurrent states of a model with linear attention, see `KVCacheSpec.states`.
+
+    Args:
+        spec: the shape of the states.
+        num_states: the maximum number of sequences.
+        saves_prefixes: whether steps save states, so that other sequences can continue from them.
+        block_size: tokens per block of the KV cache.
+        device: the device of the states.
+    """
+
+    def __init__(
+        self, spec: StateSpec, num_states: int, *, saves_prefixes: bool, block_size: int, device: torch.device
+    ) -> None:
+        num_saved = num_states if saves_prefixes else 0
+        self._tensors = RecurrentStates(spec, num_states, num_saved, device)
+        self.saved = SavedStates(range(num_states, num_states + num_saved))
+        self._num_states = num_states
+        self._block_size = block_size
+
+    def has_free(self, num_sequences: int) -> bool:
+        """Return whether there is a state for another sequence beside ``num_sequences``."""
+        return num_sequences < self._num_states
+
+    def check_free(self, num_sequences: int) -> None:
+        """Check that there is a state for another sequence beside ``num_sequences``.
+
+        Raises:
+            InsufficientBlocksError: all states are used.
+        """
+        if not self.has_free(num_sequences):
+            raise InsufficientBlocksError(1, 0, self._num_states)
+
+    def restore(self, state: SequenceState, digests: Sequence[bytes]) -> None:
+        """Continue from the state that was saved after the blocks with these digests; none for no blocks."""
+        if digests:
+            self._tensors.copy(self.saved.find(digests[-1]), state.slot)
+            state.length = len(digests) * self._block_size
+
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """Copy the state of a sequence to another sequence."""
+        self._tensors.copy(parent.slot, child.slot)
+        child.length = parent.length
+
+    def inputs(
+        self,
+        states: Sequence[SequenceState],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        are_shared: Sequence[bool],
+    ) -> StateInputs:
+        """Return the states of a batch for its next step.
+
+        Args:
+            states: the states of the sequences.
+            starts: position of each sequence's first token in this step.
+            ends: position after each sequence's last token in this step.
+            are_shared: whether other sequences may continue from the states of each sequence.
+        """
+        saves = []
+        for state, start, end, is_shared in zip(states, starts, ends, are_shared, strict=True):
+            state.length = end  # if the step fails, this differs from the position of the context
+            saves.append(self._plan_saves(state, start, end) if is_shared else [])
+        return self._tensors.inputs([state.slot for state in states], saves)
+
+    def commit(self, state: SequenceState, length: int, digests: Sequence[bytes]) -> None:
+        """Record that a step has computed the tokens up to ``length``. Make its saved states available.
+
+        Args:
+            state: the state of the sequence.
+            length: the number of computed tokens.
+            digests: the digests of the computed blocks.
+        """
+        state.length = max(state.length, length)
+        for num_blocks, index in state.pending:
+            if num_blocks <= len(digests):
+                self.saved.add(digests[num_blocks - 1], index)
+            else:
+                self.saved.free(index)
+        state.pending = []
+
+    def release(self, state: SequenceState) -> None:
+        """Free the indices of states that a step should have saved, and that were not committed."""
+        for _, index in state.pending:
+            self.saved.free(index)
+        state.pending = []
+
+    def discard(self) -> None:
+        """Return the memory of all states to the system.
+
+        Raises:
+            UnsupportedFeatureError: the states are not in host memory.
+        """
+        self._tensors.discard()
+
+    def _plan_saves(self, state: SequenceState, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
+
+        They are the states at the last block boundary of the step, and at the end of the blocks that were
+        cached when the context was claimed. A step of one row saves no state, because the later steps of the
+        same call would overwrite it.
+        """
+        self.release(state)
+        if end - start < 2:
+            return []
+        pairs = []
+        for num_blocks in sorted({end // self._block_size, state.branch}):
+            position = num_blocks * self._block_size
+            if start < position <= end and (index := self.saved.reserve()) is not None:
+                state.pending.append((num_blocks, index))
+                pairs.append((position - start, index))
+        return pairs
