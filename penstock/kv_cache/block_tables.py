@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kv_cache.block_pool import NULL_BLOCK
+from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 
 
 class BlockTables:
@@ -29,6 +29,29 @@ class BlockTables:
         for axis, size in ((1, num_slots), (2, length)):
             if size > self.values.shape[axis]:
                 self._grow_axis(axis, size)
+
+    def check_integrity(self, group: int, pool: BlockPool, ranges: Mapping[int, range]) -> None:
+        """Raise an AssertionError unless the tables of a group are consistent with its pool.
+
+        Args:
+            group: the index of the group.
+            pool: the blocks of the group.
+            ranges: slot -> the entries of its table that must be blocks. The other entries are null blocks.
+        """
+        pool.check_integrity()
+        num_tables = np.zeros(pool.num_blocks + 1, np.int64)
+        for slot, entries in ranges.items():
+            row = self.row(group, slot)
+            assert np.flatnonzero(row).tolist() == list(entries), (
+                f"group {group}: table {row.tolist()} of slot {slot} must have blocks at {entries}"
+            )
+            num_tables += np.bincount(row[entries.start : entries.stop], minlength=len(num_tables))
+        references = pool.reference_counts()
+        wrong_blocks = np.flatnonzero(num_tables != references).tolist()
+        assert not wrong_blocks, (
+            f"group {group}: block {(block := wrong_blocks[0])} has {references[block]} references "
+            f"and is in {num_tables[block]} tables"
+        )
 
     def batch_tables(
         self,

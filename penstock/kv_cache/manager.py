@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from penstock.errors import InputError, InsufficientBlocksError
 from penstock.kernels import KVCacheInputs, KVGroupInputs, StateInputs, upload, uploaded_together
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from penstock.kv_cache.block_tables import BlockTables
+from penstock.kv_cache.cached_sequence import CachedSequence
 from penstock.kv_cache.host_blocks import HostBlocks
 from penstock.kv_cache.prefault import CachePrefault
 from penstock.kv_cache.prefixes import PrefixCacheControls, PrefixIndex
@@ -33,22 +33,6 @@ from penstock.kv_cache.sequence_states import SequenceState, SequenceStates
 from penstock.kv_cache.spec import KVCacheSpec
 from penstock.kv_cache.storage import KVCacheStorage
 from penstock.pipelines.core import InputContext
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """The cache state of a claimed context."""
-
-    request_id: str
-    slot: int
-    num_dropped: list[int]  # per group: number of table entries before the window, which hold the null block
-    regime: int  # regime of the keys, see `KVCacheSpec.regime`
-    root: bytes | None = None  # parent of the first block's digest; None if the blocks must not be shared
-    num_blocks: int = 0  # number of blocks in each block table
-    num_committed: int = 0  # number of committed blocks, which are read-only
-    digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
-    in_flight: list[bytes] = field(default_factory=list)  # digests of blocks being computed, last block first
-    state: SequenceState | None = None  # only for a model with `KVCacheSpec.states`
 
 
 class KVCacheManager(PrefixCacheControls):
@@ -103,7 +87,7 @@ class KVCacheManager(PrefixCacheControls):
             self._prefixes.saved_states = self._states.saved
         if host_memory:
             self._prefixes.host = HostBlocks(spec, self._pools, self.storage, host_memory)
-        self._sequences: dict[int, _Sequence] = {}  # slot -> sequence
+        self._sequences: dict[int, CachedSequence] = {}  # slot -> sequence
         self._free_slots: list[int] = []  # a heap of slots
         self._tables = BlockTables(len(spec.groups))
         self._prefault = CachePrefault(self.storage, self._pools, spec)
@@ -307,30 +291,19 @@ class KVCacheManager(PrefixCacheControls):
 
     def check_integrity(self) -> None:
         for index, pool in enumerate(self._pools):
-            pool.check_integrity()
-            num_tables = np.zeros(pool.num_blocks + 1, np.int64)
+            ranges = {}
             for sequence in self._sequences.values():
-                row = self._tables.row(index, sequence.slot)
-                num_dropped, length = sequence.num_dropped[index], sequence.num_blocks
-                assert num_dropped <= sequence.num_committed <= length, f"{sequence}"
-                held_columns = np.flatnonzero(row).tolist()
-                assert held_columns == list(range(num_dropped, length)), (
-                    f"group {index}: table {row.tolist()} of {sequence}"
-                )
-                num_tables += np.bincount(row[num_dropped:length], minlength=len(num_tables))
-            references = pool.reference_counts()
-            wrong_blocks = np.flatnonzero(num_tables != references).tolist()
-            assert not wrong_blocks, (
-                f"group {index}: block {(block := wrong_blocks[0])} has {references[block]} references "
-                f"and is in {num_tables[block]} tables"
-            )
+                num_dropped, num_blocks = sequence.num_dropped[index], sequence.num_blocks
+                assert num_dropped <= sequence.num_committed <= num_blocks, f"{sequence}"
+                ranges[sequence.slot] = range(num_dropped, num_blocks)
+            self._tables.check_integrity(index, pool, ranges)
         num_in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
         num_marks = self._prefixes.num_in_flight
         assert num_in_flight == num_marks, f"{num_in_flight} blocks in flight, but {num_marks} marks"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
-    def _assign_slot(self, context: InputContext) -> _Sequence:
+    def _assign_slot(self, context: InputContext) -> CachedSequence:
         if self._states is not None:
             self._states.check_free(len(self._sequences))
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
@@ -339,10 +312,10 @@ class KVCacheManager(PrefixCacheControls):
         regime = self.spec.regime(context.current_length)
         state = None if self._states is None else SequenceState(slot)
         num_dropped = [0] * len(self._pools)
-        self._sequences[slot] = _Sequence(context.request_id, slot, num_dropped, regime, state=state)
+        self._sequences[slot] = CachedSequence(context.request_id, slot, num_dropped, regime, state=state)
         return self._sequences[slot]
 
-    def _sequence(self, context: InputContext) -> _Sequence:
+    def _sequence(self, context: InputContext) -> CachedSequence:
         sequence = self._sequences.get(context.cache_seq_id)
         if sequence is None or sequence.request_id != context.request_id:
             raise InputError(
@@ -351,7 +324,7 @@ class KVCacheManager(PrefixCacheControls):
             )
         return sequence
 
-    def _use_cached_prefix(self, context: InputContext, sequence: _Sequence) -> None:
+    def _use_cached_prefix(self, context: InputContext, sequence: CachedSequence) -> None:
         """Assign the cached blocks of the prefix, and mark the other full blocks as being computed."""
         chain = self._prefixes.chain(context)
         if chain is None:
@@ -375,7 +348,7 @@ class KVCacheManager(PrefixCacheControls):
         sequence.in_flight = chain.digests[num_cached:][::-1]
         self._prefixes.mark_in_flight(sequence.in_flight)
 
-    def _register(self, context: InputContext, sequence: _Sequence, num_committed: int) -> None:
+    def _register(self, context: InputContext, sequence: CachedSequence, num_committed: int) -> None:
         """Register the blocks of a sequence up to ``num_committed``, so that other contexts can use them."""
         blocks = range(sequence.num_committed, num_committed)
         if sequence.root is not None:
@@ -390,7 +363,7 @@ class KVCacheManager(PrefixCacheControls):
         sequence.num_committed = num_committed
 
     def _state_inputs(
-        self, sequences: Sequence[_Sequence], starts: Sequence[int], ends: Sequence[int]
+        self, sequences: Sequence[CachedSequence], starts: Sequence[int], ends: Sequence[int]
     ) -> StateInputs | None:
         """Return the recurrent states of a batch; None for a model without such states."""
         if self._states is None:
@@ -400,7 +373,7 @@ class KVCacheManager(PrefixCacheControls):
             states, starts, ends, [sequence.root is not None for sequence in sequences]
         )
 
-    def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
+    def _is_rolled_back(self, context: InputContext, sequence: CachedSequence) -> bool:
         """Return whether the next step would write into committed blocks or needs freed blocks."""
         start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
         if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
@@ -412,7 +385,7 @@ class KVCacheManager(PrefixCacheControls):
             for index, group in self._window_groups
         )
 
-    def _roll_back(self, context: InputContext, sequence: _Sequence) -> None:
+    def _roll_back(self, context: InputContext, sequence: CachedSequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
         length = min(context.start_idx, context.committed_idx) // self.block_size
         length = context.boundary_before(length * self.block_size) // self.block_size
@@ -425,7 +398,7 @@ class KVCacheManager(PrefixCacheControls):
         start = length * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)
 
-    def _truncate(self, sequence: _Sequence, length: int) -> None:
+    def _truncate(self, sequence: CachedSequence, length: int) -> None:
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)[: sequence.num_blocks]
             sequence.num_dropped[index] = min(sequence.num_dropped[index], length)

@@ -1,0 +1,23 @@
+"""`CachedSequence`: the blocks and the state of one context in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.kv_cache.sequence_states import SequenceState
+
+
+@dataclass(slots=True)
+class CachedSequence:
+    """The cache state of a claimed context."""
+
+    request_id: str
+    slot: int
+    num_dropped: list[int]  # per group: number of table entries before the window, which hold the null block
+    regime: int  # regime of the keys, see `KVCacheSpec.regime`
+    root: bytes | None = None  # parent of the first block's digest; None if the blocks must not be shared
+    num_blocks: int = 0  # number of blocks in each block table
+    num_committed: int = 0  # number of committed blocks, which are read-only
+    digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
+    in_flight: list[bytes] = field(default_factory=list)  # digests of blocks being computed, last block first
+    state: SequenceState | None = None  # only for a model with `KVCacheSpec.states`
