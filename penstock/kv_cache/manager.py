@@ -392,7 +392,8 @@ class KVCacheManager(PrefixCacheControls):
         for index, group in self._window_groups:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
                 length = 0  # needed blocks were freed: compute all tokens again
-        if sequence.state is not None:
+        if self._states is not None and sequence.state is not None:
+            self._states.release(sequence.state)
             length = 0  # a state cannot be rolled back
         self._truncate(sequence, length)
         start = length * self.block_size

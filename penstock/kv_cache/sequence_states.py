@@ -20,7 +20,8 @@ class SequenceState:
     slot: int
     length: int = 0  # number of tokens that the state includes
     branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
-    pending: list[tuple[int, int]] = field(default_factory=list)  # (blocks, index) of states the step saves
+    pending: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (number of blocks, index) of the states that steps save and that are not committed yet."""
 
 
 class SequenceStates:
@@ -97,12 +98,14 @@ class SequenceStates:
             digests: the digests of the computed blocks.
         """
         state.length = max(state.length, length)
-        for num_blocks, index in state.pending:
+        committed = [pair for pair in state.pending if pair[0] * self._block_size <= length]
+        # With overlapped steps, a later step may already be running.
+        state.pending = [pair for pair in state.pending if pair[0] * self._block_size > length]
+        for num_blocks, index in committed:
             if num_blocks <= len(digests):
                 self.saved.add(digests[num_blocks - 1], index)
             else:
                 self.saved.free(index)
-        state.pending = []
 
     def release(self, state: SequenceState) -> None:
         """Free the indices of states that a step should have saved, and that were not committed."""
@@ -125,7 +128,6 @@ class SequenceStates:
         cached when the context was claimed. A step of one row saves no state, because the later steps of the
         same call would overwrite it.
         """
-        self.release(state)
         if end - start < 2:
             return []
         pairs = []
