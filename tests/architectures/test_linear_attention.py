@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import load_in_transformers, make_tiny_config, transformers_logits, write_checkpoint
+from support.lazy_queue import register_lazy
 from support.pipeline_steps import (
     append_token,
     generate_tokens,
@@ -21,7 +22,7 @@ from support.tiny_llm import VOCABULARY, write_tiny_llm
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError
-from penstock.kernels import Ops
+from penstock.kernels import Ops, cpu
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.pipelines.core import Grammar
 
@@ -88,6 +89,23 @@ def test_forced_tokens_of_a_grammar_advance_the_states(checkpoint: Path, referen
     expected = transformers_logits(reference, tokens)[len(PROMPT) - 1 : -1].log_softmax(-1)
     for row, token, value in zip(expected, output.token_ids, rows.token_log_probabilities, strict=True):
         assert value == pytest.approx(float(row[token]), abs=3e-4)
+
+
+@pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+def test_overlapped_steps_equal_synchronous_steps_and_save_states(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_lazy(monkeypatch)
+    prompts = [[*PROMPT, *random_tokens(5 + 9 * i, VOCABULARY, seed=i)] for i in range(5)]
+    params = SamplingParams(temperature=1.0, top_k=0, seed=2, max_new_tokens=9, ignore_eos=True)
+    outputs = {}
+    for kernels in ("cpu", "lazy"):
+        with open_llm(checkpoint, kernels=kernels, max_batch_size=3, deterministic=True) as llm:
+            assert (llm.pipeline.overlapped_steps is not None) == (kernels == "lazy")
+            outputs[kernels] = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+    for actual, expected in zip(outputs["lazy"], outputs["cpu"], strict=True):
+        assert [output.token_ids for output in actual] == [output.token_ids for output in expected]
+    assert sum(output.num_cached_tokens for output in outputs["lazy"][1]) >= 3 * 32
 
 
 def test_a_step_that_cannot_be_captured_runs_once(
