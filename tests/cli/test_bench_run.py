@@ -72,7 +72,7 @@ def test_a_model_of_random_weights_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected_message"),
     [
-        (("--shape", "l2m"), "there is no shape 'l2m': use l110m, l1b, or the path of a config.json"),
+        (("--shape", "l2m"), "there is no shape 'l2m': use l110m, l1b, q800m, or the path of a config.json"),
         (("--shape", "l110m", "--model", "demo"), "--shape and --model exclude each other"),
         (
             ("--work", "prefill", "--prefill-length", "5000"),
