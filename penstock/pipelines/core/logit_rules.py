@@ -25,7 +25,7 @@ class LogitRules:
         self.bias: npt.NDArray[np.float32] = np.fromiter(bias.values(), np.float32, len(bias))
         self.banned: Ids = np.unique(np.array(banned, np.int64))
         self.allowed: Ids | None = None
-        """The only tokens that may be sampled, without banned tokens; None allows all that are not banned."""
+        """``allowed_token_ids`` without banned tokens; None if the request does not restrict the tokens."""
         if params.allowed_token_ids is not None:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
@@ -84,7 +84,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of ``ids`` was generated, as a view of an array that `add` changes or replaces."""
+        """How often each of `ids` was generated, as a view of an array that `add` changes or replaces."""
         return self._counts[: self._num_distinct]
 
     def add(self, token: int) -> None:
