@@ -32,7 +32,7 @@ class BatchResult(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The lines of a file that one task reads."""
+    """Lines of a request file that are read together."""
 
     offsets: list[int]
     """The byte offset of each line in the file."""

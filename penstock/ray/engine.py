@@ -51,7 +51,7 @@ _GAUGES = (
 
 
 class ReplicaLostError(Exception):
-    """The replica of a request has ended or cannot be reached."""
+    """The replica of a request has ended, cannot be reached, or is not available."""
 
 
 class Replicas(Protocol):

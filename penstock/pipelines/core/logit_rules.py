@@ -30,7 +30,7 @@ class LogitRules:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """Maximum number of trailing generated tokens that `banned_after` compares; 0 without sequences."""
+        """Maximum number of trailing tokens that `banned_after` compares; 0 without longer sequences."""
         self._last_tokens: dict[tuple[int, ...], list[int]] = {}
         """The tokens of a banned sequence before its last token -> the last tokens of all such sequences."""
         for *prefix, last in sequences:
