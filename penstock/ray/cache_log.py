@@ -28,8 +28,8 @@ class CacheLog:
     """The blocks in the prefix caches of a replica's workers, and a log of the cache events.
 
     A block is cached while at least one worker has it. Several readers read the log, each from its own
-    position. The log keeps at most as many digests as blocks are cached, but up to `_MIN_CAPACITY` in any
-    case. If events after the position of a reader have been dropped, the reader gets all cached blocks.
+    position. The log keeps at most max(number of cached blocks, `_MIN_CAPACITY`) digests. If events
+    after the position of a reader have been dropped, the reader gets all cached blocks.
     """
 
     def __init__(self) -> None:
