@@ -22,7 +22,8 @@ def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) ->
     """Return the maximum number of drafts of each context.
 
     The unused rows of the step, at most `MAX_DRAFT_ROWS`, are divided evenly among the contexts. A context
-    whose prompt continues in the next step gets 0.
+    also gets fewer drafts than the tokens it may still generate. A context whose prompt continues in the next
+    step gets 0.
 
     Args:
         contexts: the batch.
@@ -56,7 +57,7 @@ def draft_tokens(
     """
     drafts: list[list[int]] = [[] for _ in contexts]
     for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-        # Whether `append_forced` has already appended the tokens that the grammar forces.
+        # After the first token, `append_forced` has already appended the tokens that the grammar forces.
         has_appended = appends_forced_tokens(context) and len(context.generated_tokens)
         if context.matcher is not None and vocab_size and not has_appended:
             drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocab_size)
@@ -74,7 +75,10 @@ def draft_tokens(
 
 
 def append_forced(context: TextContext, kv: KVCache, vocab_size: int) -> int:
-    """Append the tokens that the grammar forces and return their number. The next step computes them."""
+    """Append tokens that the grammar forces, and return their number. The next step computes them.
+
+    Appends nothing if the context has ended, computes a chunk of a prompt, or must check each token.
+    """
     is_done_or_chunk = context.generation_status.is_done or context.active_idx < context.end_idx
     if not appends_forced_tokens(context) or is_done_or_chunk or not vocab_size:
         return 0
@@ -115,7 +119,7 @@ def report_drafts(
 
 
 def _tokens_left(context: TextContext, kv: KVCache) -> int:
-    """Return the maximum number of tokens, including accepted drafts, that one call may add to a context."""
+    """Return the maximum number of tokens, including accepted drafts, that a call may add to a context."""
     num_tokens = tokens_left(kv, context)
     assert num_tokens is not None, "the pipeline limits the length of sequences"
     return num_tokens

@@ -302,7 +302,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return SparseEmbedding(ids.int().numpy(force=True), weights[ids].numpy(force=True))
 
     def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[np.floating]:
-        """Return a vector of norm 1 for each token after the unpooled tokens, ``[n, E]``.
+        """Return a normalized vector for each token after the unpooled tokens, ``[n, width]``.
 
         A model with a head for multi-vector embeddings has no vector for the first token.
         """

@@ -30,7 +30,7 @@ class EncoderCache:
         return rows
 
     def put(self, image_hash: bytes | None, rows: Tensor) -> None:
-        """Count an encoded image and cache its rows. Evicts the least recently used rows over ``max_bytes``.
+        """Count an encoded image and cache its rows. Evicts least recently used images over ``max_bytes``.
 
         The rows are not cached if ``image_hash`` is None or already cached, or if they alone exceed
         ``max_bytes``.

@@ -18,9 +18,9 @@ from penstock.pipelines.encoder_cache import EncoderCache
 class ImageRows:
     """Encodes the images of a step, and returns the embeddings that replace their placeholders.
 
-    An image is encoded in a step that computes some of its tokens, unless the encoder cache has its rows. The
-    rows are cached under the digest of the image, for later chunks of the same prompt and for other requests.
-    An image is not encoded if the prefix cache contains the blocks of its span.
+    An image is encoded in each step that computes some of its tokens, unless the encoder cache has its rows.
+    The rows of an image with a digest are cached for later chunks of the prompt and for other requests. An
+    image is not encoded if the prefix cache contains the blocks of its span.
 
     Args:
         model: encodes images.
@@ -90,7 +90,7 @@ class ImageRows:
         ]
 
     def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:
-        """Divide images into batches of at most ``max_encoder_rows`` rows, or of a single image."""
+        """Divide images into batches of up to ``max_encoder_rows`` rows. A larger image has its own batch."""
         batches: list[list[ImageMetadata]] = []
         num_rows_left = 0
         for image in images:

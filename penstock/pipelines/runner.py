@@ -74,7 +74,7 @@ class LaunchHandle:
     outputs: ModelOutputs | None = None
     """Outputs of the forward if log probabilities were requested."""
     launched_at: float | None = None
-    """Time of the launch in seconds; None if a context computes a prompt or drafts are verified."""
+    """Time of the launch in seconds; None if a context computes several tokens or drafts are verified."""
 
 
 class ModelRunner:
@@ -99,7 +99,7 @@ class ModelRunner:
         self._sampler: Sampler | None = None
         self._step_seconds: float | None = None
         self.vocab_size: int | None = None
-        """V, known after the first forward that is not part of a fused call."""
+        """Number of logits V; None before the first sampling outside fused calls."""
 
     def num_steps_for(self, seconds: float) -> int:
         """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.

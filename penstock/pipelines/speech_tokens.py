@@ -128,7 +128,7 @@ class SpeechTokenGenerationPipeline(TextGenerationPipeline):
 def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
     """Append the whole frames of newly generated tokens to ``context.speech_tokens``.
 
-    If generation has ended, an incomplete last frame is dropped.
+    Tokens of an incomplete last frame stay unparsed. If generation has ended, they are dropped instead.
     """
     status = context.generation_status
     tokens = context.generated_tokens[context.num_parsed_tokens :]

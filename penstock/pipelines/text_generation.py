@@ -144,7 +144,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled.
 
-        Starts compiling the grammar of the context if needed, and reserves a slot for its adapter.
+        Starts compiling the grammar of the context if needed. Reserves a slot for its adapter if it returns
+        True.
 
         Raises:
             PenstockError: the context can never be scheduled.
@@ -234,9 +235,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def num_steps_for(self, seconds: float) -> int:
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
-        ``max_num_steps`` of the configuration is returned if set. Otherwise the result is the estimated
-        number of decode steps that fit into ``seconds``. The result is 1 with a draft proposer, if the back
-        end compiles no steps, or if the last step did not run as a compiled step.
+        Returns ``max_num_steps`` of the configuration if it is set. Otherwise returns 1 with a draft
+        proposer, if the back end compiles no steps, or if the last step did not run as a compiled step. In
+        all other cases, returns the estimated number of decode steps that fit into ``seconds``.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
@@ -249,8 +250,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def overlapped_steps(self) -> OverlappedSteps | None:
         """Launches a step while the previous step runs; None if steps cannot overlap.
 
-        Steps cannot overlap if the back end is synchronous, with drafts, with several ranks, or if
-        `overlap_steps` is not set. The scheduler then calls `execute`.
+        Steps cannot overlap if the back end is synchronous, with a draft proposer, with ranks, or if
+        ``overlap_steps`` of the configuration is not set. The scheduler then calls `execute`.
         """
         queue = self.session.queue
         can_overlap = self.proposer is None and self.session.ranks is None and self.config.overlap_steps
@@ -344,7 +345,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.model.lora_manager.check(contexts)
 
     def _set_end_tokens(self, contexts: Sequence[TextContext]) -> None:
-        """Set the tokenizer's end-of-sequence token on contexts without one, unless they ignore it."""
+        """Add `eos_token_id` to contexts without end-of-sequence ids, unless they have ``ignore_eos``."""
         if self.eos_token_id is not None:
             for context in contexts:
                 if not (context.eos_token_ids or context.ignore_eos):

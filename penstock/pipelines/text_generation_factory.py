@@ -62,7 +62,12 @@ def _create_speculative(
     eos_token_id: int | None,
     session: InferenceSession,
 ) -> TextGenerationPipeline:
-    """Return a pipeline that drafts with a draft model or with n-grams."""
+    """Return a pipeline that drafts with a draft model or with n-grams.
+
+    Raises:
+        ConfigError: a model has recurrent states, or the draft model does not fit the target.
+        InsufficientMemoryError: both models together do not fit.
+    """
     config, prefaulted = required.config, required.prefaulted
     _refuse_recurrent_states(config, model, "speculative_method")
     speculative = config.speculative

@@ -34,8 +34,8 @@ from penstock.serve.batches.batch_dispatch import BatchDispatcher
 from penstock.serve.batches.batch_lines import parse_line
 from penstock.serve.config import ServeConfig
 
-_MAX_ATTEMPTS = 120
-"""Maximum number of attempts for a line, half a second apart, while the actor's worker process restarts."""
+_MAX_RETRIES = 120
+"""Maximum number of times that a line is sent again, half a second apart, while the worker restarts."""
 
 
 def run_batch(
@@ -193,7 +193,7 @@ class LineActor:
             len(lines),
             is_stopping=lambda: False,
             on_result=lambda *result: results.append(result),
-            max_retries=_MAX_ATTEMPTS,
+            max_retries=_MAX_RETRIES,
         )
         await dispatcher.run(iter(lines))
         names = ("result", "is_success", "num_tokens")

@@ -32,7 +32,7 @@ class BatchResult(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The lines of a file that one task reads."""
+    """Lines of a request file that are read together."""
 
     offsets: list[int]
     """The byte offset of each line in the file."""
@@ -84,7 +84,7 @@ def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
 
 
 def _request_id(line: bytes, line_number: int) -> str:
-    """Return the ``custom_id`` of a line; ``line-N`` if line N has no valid ``custom_id``."""
+    """Return the ``custom_id`` of line N, or ``line-N`` unless that is a text of 1 to 512 characters."""
     try:
         raw_id = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
         request_id = None if raw_id is None else msgspec.json.decode(raw_id)

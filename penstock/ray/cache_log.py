@@ -1,4 +1,4 @@
-"""`CacheLog`: a log of the recent events of a replica's prefix cache.
+"""`CacheLog`: a log of the recent events of the prefix caches of a replica's workers.
 
 The HTTP processes read the log periodically and route requests by the cached blocks.
 """
@@ -28,8 +28,8 @@ class CacheLog:
     """The blocks in the prefix caches of a replica's workers, and a log of the cache events.
 
     A block is cached while at least one worker has it. Several readers read the log, each from its own
-    position. The capacity of the log is the number of cached blocks, but at least `_MIN_CAPACITY`. If events
-    after the position of a reader have been dropped, the reader gets all cached blocks instead.
+    position. The log keeps at most max(number of cached blocks, `_MIN_CAPACITY`) digests. If events
+    after the position of a reader have been dropped, the reader gets all cached blocks.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ class Resources:
 
     @classmethod
     def of(cls, config: PipelineConfig, ray: RayConfig) -> Resources:
-        """Return the resources of a replica.
+        """Return the resources of a replica or an actor.
 
         Raises:
             ConfigError: a replica on CPUs has fewer CPUs than the model has processes.

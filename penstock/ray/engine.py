@@ -51,7 +51,7 @@ _GAUGES = (
 
 
 class ReplicaLostError(Exception):
-    """The replica of a request has ended or cannot be reached."""
+    """The replica of a request has ended, cannot be reached, or is not available."""
 
 
 class Replicas(Protocol):
@@ -158,7 +158,7 @@ class RayEngine:
 
     @property
     def num_restarts(self) -> int:
-        """The number of times that the worker of a replica ended unexpectedly."""
+        """The sum of `ReplicaReport.num_restarts` of all replicas, including replicas that have ended."""
         reports = (*self._reports.values(), *self._missing_reports.values())
         return self._num_ended_restarts + sum(report.num_restarts for report in reports)
 

@@ -15,6 +15,7 @@ class ReplicaResults(msgspec.Struct, array_like=True):
     """The results of one request since the previous message, or its error."""
 
     num_cached_tokens: int = 0
+    """Number of prompt tokens that the prefix cache contained."""
     results: list[RequestResult] = []
     error: ErrorRecord | None = None
 

@@ -27,7 +27,7 @@ class Entry(Generic[ContextT]):
     client_id: str = field(init=False)
     """The client that sent the request."""
     is_decoding: bool = False
-    """Whether the whole prompt has been computed, so that the context generates tokens."""
+    """Whether a launched or finished step computes the end of the prompt, so that later steps decode."""
     was_admitted: bool = False
     """Whether the context has ever received a slot."""
     last_selection: int = 0

@@ -44,7 +44,7 @@ class Deferral:
 
         Args:
             decoding: all entries that decode, in order.
-            prompt: the prompt that the next step computes first; None if the step computes no prompt.
+            prompt: the entry whose prompt the next step computes first; None if the step computes no prompt.
         """
         may_defer, self._has_deferred = not self._has_deferred, False
         if prompt is None or not may_defer:

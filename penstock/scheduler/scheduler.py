@@ -48,9 +48,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
     contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
-    the failing contexts end with the error (`Isolation`). If no part of the batch runs and two or more
-    contexts have failed in a row, `step` raises the exception. The next step then repeats the batch
-    without the contexts that have been cancelled.
+    the failing contexts end with the error. `step` raises the exceptions that `Isolation.execute` raises. The
+    contexts of the batch then remain in the scheduler, and later steps run them again.
 
     Args:
         pipeline: executes the batches; its ``kv`` decides which contexts fit into the cache.

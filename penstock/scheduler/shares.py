@@ -102,6 +102,6 @@ class ClientShares:
             del self._num_slots[client_id]
 
     def move_to_end(self, client_id: str) -> None:
-        """Move a client to the end of the order after one of its prompts was scheduled."""
+        """Make a client the most recently served one, after one of its prompts was scheduled."""
         self._num_served += 1
         self._turns[client_id] = self._num_served

@@ -42,13 +42,13 @@ class StepTime:
 
     def __init__(self) -> None:
         self.fixed_seconds: float | None = None
-        """Seconds of a step without rows; None until it is known."""
+        """Estimated seconds of a step without rows; None before the first estimate."""
         self.seconds_per_row = 0.0
-        """Additional seconds per row."""
+        """Estimated additional seconds per row."""
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
     def record(self, num_rows: float, seconds: float) -> None:
-        """Update the estimate with the duration of a step."""
+        """Record the duration of a step."""
         self._weight = _DECAY * self._weight + 1
         self._rows = _DECAY * self._rows + num_rows
         self._seconds = _DECAY * self._seconds + seconds
@@ -66,10 +66,10 @@ class StepTime:
 class StepLimit:
     """Limits the decode rows of a step and the steps of a pipeline call while one client holds many slots.
 
-    A prompt that arrives during a call waits until the call ends. While several clients send requests, calls
-    are therefore limited if a client has more than `_MIN_ROWS` contexts. A limited step has as many rows as
-    fit into its maximum duration, but at least `_MIN_ROWS` of each client, or all if it has fewer. The
-    contexts of a client take turns.
+    A prompt that arrives during a call waits until the call ends. While several clients have requests, and
+    for `_RECENT_SECONDS` afterwards, calls are therefore limited if a client has more than `_MIN_ROWS`
+    decoding contexts. A limited step has as many rows as fit into its maximum duration, but at least
+    `_MIN_ROWS` of each client, or all if it has fewer. The contexts of a client take turns.
 
     Args:
         clock: returns the time in seconds.

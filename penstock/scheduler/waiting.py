@@ -94,7 +94,7 @@ class WaitingQueue(Generic[EntryT]):
             heapq.heapify(self._heap)
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
-        """Start a step: check again up to ``scan_limit`` of the entries that were not ready."""
+        """Start a step: check again up to ``scan_limit`` entries that were not ready when last checked."""
         self._checks_left = self._scan_limit
         for _ in range(min(self._scan_limit, len(self._not_ready))):
             entry = self._not_ready.popleft()

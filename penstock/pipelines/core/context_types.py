@@ -17,10 +17,10 @@ CONTEXT_TYPES: tuple[type[TextContext], ...] = get_args(RequestContext)
 
 
 def context_type(context: InputContext) -> type[InputContext]:
-    """Return the first class in the method resolution order of a context that is in `CONTEXT_TYPES`.
+    """Return the first class in the context's method resolution order that is in `CONTEXT_TYPES`.
 
-    Returns the context's class if there is none. A context of a class ``MyContext(TextContext)`` belongs to
-    `TextContext`. A `TTSContext` belongs to `TTSContext` only.
+    Returns the context's own class if no class is. For a class ``MyContext(TextContext)`` the result is
+    `TextContext`.
     """
     return _class_context_type(type(context))
 

@@ -37,11 +37,10 @@ def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) 
     Args:
         dimensions: the requested length.
         size: the length of a whole vector, which is always allowed.
-        trained: the shorter lengths for which the model is trained; None allows all lengths.
+        trained: the shorter lengths for which the model is trained; None allows all from 1 to ``size``.
 
     Raises:
-        InputError: the length is out of range, or the model is not trained for it. The message lists the
-            possible lengths.
+        InputError: the length is out of range, or the model is not trained for it.
     """
     if dimensions == size or (dimensions >= 1 and trained is None and dimensions < size):
         return
@@ -91,11 +90,11 @@ class EmbeddingsGenerationRequest:
     max_tokens: int | None = None
     """The length in tokens to which the input is cut; None for the model's maximum. Requires ``truncate``."""
     adapter: str | None = None
-    """The LoRA adapter, or a task adapter of the checkpoint, which is used without the prompt of its task."""
+    """The name of a LoRA adapter or of a task adapter of the checkpoint. It selects no prompt."""
     task: str | None = None
     """The task of a checkpoint with task adapters, such as ``retrieval.query``. It selects the adapter and,
-    unless another prompt is given, the prompt of the same name. A `prompt_name` that is a task name selects
-    the adapter, too.
+    unless another prompt is given, the prompt of the same name. Without ``task`` and ``adapter``, a
+    ``prompt_name`` that is a task name selects the adapter, too.
     """
     priority: int = 0
     """Requests with a higher number are scheduled first."""
@@ -137,7 +136,7 @@ class EmbeddingsFields(EmbeddingsOptions, total=False):
 
 
 class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
-    """The context of one embeddings request, which one forward computes.
+    """The context of one embeddings request. One forward computes its whole output.
 
     ``tokens`` contains the whole model input: special tokens, prompt, text, and the second text of a pair.
     The context generates no tokens, so the input may be as long as ``max_length``.

@@ -56,7 +56,7 @@ class GrammarMatcher(Protocol):
         """Write the allowed next tokens to a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32."""
 
     def find_jump_forward_string(self) -> str:
-        """Return text that the grammar forces next; empty if the grammar allows several continuations.
+        """Return the text that the grammar forces next; empty if it forces none.
 
         Raises:
             UnicodeDecodeError: the forced bytes are not whole characters.
@@ -219,13 +219,13 @@ class InputContext(Protocol):
         """Context encoding: whether the next step computes more than one token."""
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """Append a sampled token. After a chunk of a prompt that is not the last, move to the next chunk."""
+        """Append a sampled token. After a chunk that is not the last, move to the next chunk instead."""
 
     def jump_ahead(self, new_token: int) -> None:
         """Append a token that the grammar forces. The next step computes it."""
 
     def rollback(self, idx: int) -> None:
-        """Remove the last ``idx`` tokens."""
+        """Remove ``idx`` tokens before ``active_idx``, and all tokens after it."""
 
     def reset(self) -> None:
         """Reset the window after a preemption, so that the next steps compute all tokens again."""
@@ -240,7 +240,7 @@ class InputContext(Protocol):
         """Return the output tokens that were not returned before."""
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """Return for each step the tokens that must not be sampled: ``[n, 2]`` rows (0, token id)."""
+        """Return for each step the end tokens that ``min_tokens`` forbids: ``[n, 2]`` rows (0, token id)."""
 
     def set_draft_offset(self, idx: int) -> None:
         """Set the number of tokens by which the draft model lags behind the target model."""

@@ -25,12 +25,12 @@ class LogitRules:
         self.bias: npt.NDArray[np.float32] = np.fromiter(bias.values(), np.float32, len(bias))
         self.banned: Ids = np.unique(np.array(banned, np.int64))
         self.allowed: Ids | None = None
-        """The only tokens that may be sampled, without banned tokens; None allows all that are not banned."""
+        """``allowed_token_ids`` without banned tokens; None if the request does not restrict the tokens."""
         if params.allowed_token_ids is not None:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """Maximum number of trailing generated tokens that `banned_after` compares; 0 without sequences."""
+        """Maximum number of trailing tokens that `banned_after` compares; 0 without longer sequences."""
         self._last_tokens: dict[tuple[int, ...], list[int]] = {}
         """The tokens of a banned sequence before its last token -> the last tokens of all such sequences."""
         for *prefix, last in sequences:
@@ -84,7 +84,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of ``ids`` was generated, as a view of an array that `add` changes or replaces."""
+        """How often each of `ids` was generated, as a view of an array that `add` changes or replaces."""
         return self._counts[: self._num_distinct]
 
     def add(self, token: int) -> None:

@@ -33,7 +33,10 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 def resolved_grammar(grammar: Grammar | None, json_schema: str | None) -> tuple[Grammar | None, str | None]:
-    """Return (grammar, JSON schema) of an output. A JSON schema and a grammar of this kind imply each other.
+    """Return (grammar, JSON schema) of an output.
+
+    A missing grammar is built from the JSON schema. A missing JSON schema is taken from a grammar of kind
+    ``json_schema``.
 
     Raises:
         InputError: both are given, and they differ.
@@ -90,7 +93,7 @@ class TokenGeneratorRequest:
     """A text generation request: a prompt or messages, and the parameters of the answer."""
 
     id: str
-    """Identifies the request in logs and traces; becomes the context's ``request_id``."""
+    """The ``request_id`` of the context."""
     index: int
     """The position among requests that were sent together."""
     model_name: str

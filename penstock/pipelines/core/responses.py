@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class LogProbabilities(msgspec.Struct):
     """Log probabilities of an output token and, if the prompt is echoed, of the prompt tokens before it.
 
-    Both lists have one entry per position. The dictionary of a position contains the most probable token ids
-    and the token at this position. It can therefore have one more entry than requested.
+    Both lists have one entry per position. The dictionary of a position contains the requested number of most
+    probable token ids, and the token at this position.
     """
 
     token_log_probabilities: list[float]
@@ -30,10 +30,10 @@ class LogProbabilities(msgspec.Struct):
     """For each position: log probability by token id, most probable token first."""
 
     def cut(self, top_n: int, tokens: Sequence[int]) -> LogProbabilities:
-        """Return a copy with ``top_n`` top tokens and the token itself at each position.
+        """Return a copy with the ``top_n`` most probable tokens and the token itself at each position.
 
         Args:
-            top_n: number of top tokens per position, at most the requested number; 0 keeps only ``tokens``.
+            top_n: at most the requested number; 0 keeps only ``tokens``.
             tokens: the token at each position.
         """
         tops = [
@@ -101,7 +101,7 @@ class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
     sparse: SparseEmbedding | None = None
     """The sparse embedding."""
     multi_vector: npt.NDArray[np.floating] | None = None
-    """``[n, E]``: one vector for each of the n tokens that the model does not exclude."""
+    """``[n, width]``: one vector for each of n tokens. Leading tokens, such as a prompt, can be left out."""
     num_tokens: int = 0
     """The number of tokens of the input, including special tokens and the prompt before the text."""
 

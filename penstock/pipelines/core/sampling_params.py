@@ -32,7 +32,8 @@ class SamplingParams:
     top_k: int = 1
     """Keep the ``top_k`` most probable tokens; 1 is greedy, -1 or 0 keeps all tokens."""
     top_p: float = 1
-    """Keep the fewest of the ``top_k`` tokens whose probabilities add up to at least ``top_p``; in [0, 1]."""
+    """Keep the fewest most probable tokens, among those that ``top_k`` keeps, whose probabilities add up to
+    at least ``top_p``; in [0, 1]."""
     min_p: float = 0.0
     """Keep tokens with at least ``min_p`` times the probability of the most probable token; in [0, 1], 0 is
     off. Combines with ``top_k`` and ``top_p``."""
@@ -47,9 +48,9 @@ class SamplingParams:
     max_new_tokens: int | None = None
     """Maximum number of generated tokens; None means up to the model's maximum length."""
     min_new_tokens: int = 0
-    """Minimum number of generated tokens before an end-of-sequence token is allowed."""
+    """Minimum number of generated tokens before a token that ends the output is allowed."""
     ignore_eos: bool = False
-    """Continue after end-of-sequence tokens, up to the maximum length or a stop string."""
+    """Continue after the end-of-sequence tokens of the model. Other stop conditions still apply."""
     stop: list[str] | None = None
     """Strings that end the output. The output does not include them."""
     stop_token_ids: list[int] | None = None
@@ -65,7 +66,6 @@ class SamplingParams:
     """The only tokens that may be generated. Include the tokens that end the output."""
     banned_token_ids: list[int] | None = None
     """Tokens that are never generated. The request ends with an error if a grammar allows no other token."""
-
     banned_sequences: list[list[int]] | None = None
     """Sequences of tokens that are never generated. The last token of a sequence is banned if the output ends
     with the tokens before it. The request ends with an error if a grammar allows no other token."""
@@ -83,7 +83,7 @@ class SamplingParams:
 
     @cached_property
     def has_logit_rules(self) -> bool:
-        """Whether a bias, allowed tokens, banned tokens or banned sequences are set."""
+        """Whether a logit bias, allowed tokens, banned tokens or banned sequences are set."""
         rules = self.logit_bias or self.banned_token_ids or self.banned_sequences
         return bool(rules) or self.allowed_token_ids is not None
 

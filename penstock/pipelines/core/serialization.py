@@ -5,10 +5,10 @@
     >>> decode(encode(np.arange(3))).tolist()
     [0, 1, 2]
 
-An array is a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``. It is decoded
-to an array if the target type is ``ndarray``. Other types that msgspec does not support, such as numpy
-scalars, raise ``TypeError``. `frames_encoder` encodes large arrays as separate frames: their maps have the
-index of a frame instead of ``data``.
+An array is encoded as a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``.
+The map is decoded to an array if the target type is ``ndarray``. Other types that msgspec does not support,
+such as numpy scalars, raise ``TypeError``. `frames_encoder` encodes large arrays as separate frames. The map
+of such an array has ``frame``, the index of its frame, instead of ``data``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ MIN_FRAME_BYTES = 64 * 1024
 def frames_encoder() -> Callable[[object], list[Frame]]:
     """Return a function that encodes objects to frames: the msgpack body, then the bytes of large arrays.
 
-    An array that occurs several times is sent as one frame. The function is not thread-safe.
+    An array of at least `MIN_FRAME_BYTES` becomes one frame, even if the same object occurs several times.
+    The function is not thread-safe.
     """
     frames: list[Frame] = []
     indices: dict[int, int] = {}
@@ -70,7 +71,7 @@ def frames_encoder() -> Callable[[object], list[Frame]]:
 
 
 def frames_decoder(type_: object) -> Callable[[Sequence[bytes]], Any]:
-    """Return a function that decodes the frames of `frames_encoder` into ``type_``, with writable arrays.
+    """Return a function that decodes the frames of `frames_encoder` into ``type_``. Arrays are writable.
 
     The function is not thread-safe.
     """

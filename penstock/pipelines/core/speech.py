@@ -48,14 +48,16 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
     ``audio_generation_status`` of the decoder, which turns them into audio. ``is_done`` refers to the audio.
     ``status`` and ``update_status`` would be ambiguous and raise ``ValueError``.
 
-        | decoded ................. | speech tokens to decode | zeros up to a multiple of CHUNK_SIZE |
+    The buffer of speech tokens has this layout:
+
+        | decoded ................. | speech tokens to decode | zeros up to the capacity |
         0                    decoded_index           len(speech_tokens)
     """
 
     audio_prompt_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_no_tokens)
     """Speech tokens of the voice to imitate."""
     prev_samples_beyond_offset: int = 0
-    """Number of audio samples after the last chunk. For decoders of callers; Penstock does not use it."""
+    """Not used by Penstock. A caller's own decoder may keep a number of audio samples here."""
 
     _speech_tokens: npt.NDArray[np.int32] = msgspec.field(default_factory=_empty_chunk)
     _speech_token_end_idx: int = 0
@@ -114,7 +116,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
         Args:
             audio_chunk_size: maximum number of tokens to decode; None means all.
-            buffer: maximum number of decoded tokens to prepend, as the decoder's context.
+            buffer: maximum number of decoded tokens to prepend, as the decoder's context; None means 0.
         """
         decoded, end = self._decoded_index, self._speech_token_end_idx
         context_size = min(buffer or 0, decoded)
@@ -156,7 +158,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def is_done(self) -> bool:
-        """Whether all audio is generated."""
+        """Whether audio generation has ended."""
         return self._audio_generation_status.is_done
 
     @property

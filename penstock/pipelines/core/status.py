@@ -10,9 +10,9 @@ class TextGenerationStatus(str, Enum):
 
     ACTIVE = "active"
     END_OF_SEQUENCE = "end_of_sequence"
-    """An end-of-sequence token or sequence was generated. Its last token is not part of the output."""
+    """An end-of-sequence token or sequence was generated. Its last token is not in the output."""
     MAXIMUM_LENGTH = "maximum_length"
-    """Prompt and output together reached the maximum length. The last token is part of the output."""
+    """Prompt and output together reached the maximum length. The last token is in the output."""
     CANCELLED = "cancelled"
     """The request was cancelled."""
 

@@ -7,13 +7,13 @@
 
     [0, start)        completed: computed, their keys and values are in the cache
     [start, active)   next_tokens: the tokens that the next step computes
-    [active, end)     the rest of a prompt that is computed in chunks; else empty
+    [active, end)     the rest of the tokens if they are computed in chunks; else empty
     [end, capacity)   unused
 
     [completion_start, completion_end)   generated output that was not returned yet
 
-``committed`` counts the leading tokens whose cache blocks are final. A prompt is computed in chunks by
-setting ``active`` below ``end``. ``update`` moves the window after each chunk.
+``committed`` is the number of leading tokens whose cache blocks are final. If ``active`` is below ``end``,
+the next step computes a chunk of a prompt. ``update`` then moves the window to the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 CHUNK_SIZE = 128
-"""The array's capacity is a multiple of this number of tokens."""
+"""The capacity of a new array is a multiple of this number of tokens."""
 
 
 class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -55,7 +55,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def start_idx(self) -> int:
-        """Start of the tokens to compute next. All earlier tokens are in the cache."""
+        """Start of the tokens to compute next. All earlier tokens are computed."""
         return self._start_idx
 
     @property
@@ -148,7 +148,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._start_idx = start
 
     def compute_num_available_steps(self, max_seq_len: int) -> int:
-        """Return how many single-token steps fit into ``max_seq_len``; may be 0 or less."""
+        """Return how many steps that compute one token each fit into ``max_seq_len``; may be 0 or less."""
         return max_seq_len - (self._end_idx - self._active_idx + self._start_idx)
 
     def boundary_before(self, idx: int) -> int:
@@ -183,7 +183,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._completion_end_idx = min(self._completion_end_idx, end)
 
     def __eq__(self, other: object) -> bool:
-        """Compare types and all fields by value, including arrays; unused capacity is ignored."""
+        """Compare types and all fields by value, including arrays. Unused capacity is ignored."""
         if type(other) is not type(self):
             return NotImplemented
         return np.array_equal(self.all_tokens, other.all_tokens) and all(

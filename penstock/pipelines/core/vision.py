@@ -33,7 +33,7 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The image as returned by the model's processor, without a batch dimension."""
     image_hash: bytes | None = None
     """Digest of the content, 32 bytes, see `image_digest`. Images with equal digests have equal encoder rows.
-    Without a digest, neither the encoder rows nor the KV blocks of the image are cached.
+    Without a digest, the encoder rows are not cached, and no request shares the KV blocks of the context.
     """
     num_embedding_rows: int | None = None
     """Number of rows that the vision encoder returns; None if it is the length of the span."""
@@ -78,7 +78,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
     """
 
     pixel_values: tuple[npt.NDArray[np.generic], ...] = ()
-    """The pixels of all images; if empty, set from ``images``."""
+    """The pixels of all images. If it is empty, the constructor sets it from ``images``."""
     extra_model_args: dict[str, npt.NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Further arguments of a model that reads ``pixel_values`` itself. Penstock's own models read
     `ImageMetadata.arguments`."""
@@ -120,7 +120,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
     def needs_vision_encoding(self) -> bool:
         """Whether there are images with tokens that are not computed yet.
 
-        With ``pixel_values`` but without ``images``, True until a token is generated.
+        With ``pixel_values`` but without ``images``, the value is that of ``is_initial_prompt``.
         """
         if not self.images:
             return bool(self.pixel_values) and self.is_initial_prompt
@@ -128,9 +128,9 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def identifies_images(self) -> bool:
-        """Whether the contents of all images are part of block hashes, so that requests may share blocks.
+        """Whether requests may share blocks of the context: block hashes depend on the content of all images.
 
-        True without images and pixels.
+        True without images and pixels. With pixels only, True if ``token_hash_overrides`` is set.
         """
         if self.images:
             return all(image.image_hash is not None for image in self.images)
@@ -210,7 +210,7 @@ def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
     """Return the ids to hash instead of the first 4 tokens of an image, by token index; {} without a digest.
 
     The ids are the 64-bit words of the digest. They start at the first token of the image, because the keys
-    of all placeholders depend on the whole image.
+    and values of every placeholder depend on the whole image. A shorter image gets fewer ids.
     """
     if image.image_hash is None:
         return {}

@@ -1,7 +1,7 @@
 """`AdaptiveDraftLength`: chooses draft lengths that maximize tokens per second.
 
-An accepted draft saves a step. A rejected draft costs one row of the forward. The cost of a row and the
-acceptance rate are measured at run time. Draft lengths change the speed, never the output.
+Each draft adds one row to the forward. An accepted draft saves a step. The cost of a row and the acceptance
+rate are measured at run time. Draft lengths change the speed, never the output.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ each probe with a rejected draft, up to the maximum.
 class AdaptiveDraftLength:
     """Chooses the draft lengths of a step with the highest predicted tokens per second.
 
-    Draft j of a context is accepted with probability ``p ** j``, where p is the recent acceptance rate of the
-    context. The drafts of all contexts are sorted by probability, and the number of most probable drafts with
-    the highest predicted speed is chosen. If the predicted speedup is at most `_MIN_SPEEDUP`, only occasional
-    probes are drafted.
+    The probability that draft j of a context is accepted is estimated as ``p ** j``, where p is the recent
+    acceptance rate of the context. The drafts of all contexts are sorted by probability, and the number of
+    most probable drafts with the highest predicted speed is chosen. If the predicted speedup is at most
+    `_MIN_SPEEDUP`, only occasional probes are drafted.
 
     Args:
         max_drafts: the maximum number of drafts of a context.

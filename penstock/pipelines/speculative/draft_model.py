@@ -11,7 +11,7 @@
 
 The draft model samples with the seed and the positions of the context, and therefore with the same random
 numbers as the target. If both models have the same distribution, they sample the same token. Drafting ends
-with a draft that the grammar rejects. If both models have equally many logits, drafts obey the grammar.
+with a draft that the grammar rejects. With equally many logits, drafts obey the grammar and token rules.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class _DraftState:
         return self.draft_context.start_idx
 
     def catch_up(self) -> bool:
-        """Append the new tokens of the context. Return False if its earlier tokens have changed.
+        """Append the new tokens of the context. New tokens that equal the drafts are already in the cache.
 
-        New tokens that equal the drafts are already in the cache.
+        Returns False, without a change, if tokens were removed or the last known token has changed.
         """
         tokens, draft_context = self.context.all_tokens, self.draft_context
         num_known = draft_context.end_idx
@@ -353,10 +353,10 @@ def share_memory(
 
 
 def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
-    """Check that the token ids of the draft model and of the target have the same meaning.
+    """Check that both models have equal tokenizers, or equal vocabulary sizes if a tokenizer.json is missing.
 
     Raises:
-        ConfigError: the token ids differ; the message describes the difference.
+        ConfigError: the tokenizers or the sizes differ.
     """
     vocabularies = [model.huggingface_config.vocabulary_size for model in (target, draft)]
     tokenizers = [_read_vocabulary(model.checkpoint) for model in (target, draft)]

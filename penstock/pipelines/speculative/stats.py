@@ -17,7 +17,7 @@ class SpeculationStats:
     num_verified_steps: int = 0
     """Number of pairs of step and context in which at least one draft token was verified."""
     num_forced: int = 0
-    """Tokens forced by a grammar. They are not counted as drafts."""
+    """Generated tokens that a grammar forced. They are not counted as drafts."""
 
     @property
     def acceptance_rate(self) -> float:

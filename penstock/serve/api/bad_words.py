@@ -24,9 +24,9 @@ _BYTE_CHARACTERS = {byte: character for character, byte in BYTE_LEVEL.items()}
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:
     """Return token sequences that decode to one of the words, with or without a space before the word.
 
-    The result contains the tokenizer's encoding of each word. A model can generate the same text with other
-    tokens. The result therefore also contains other encodings of the word, up to the limits of this module.
-    Encodings with few tokens take precedence. Returns None if `words` is None or empty.
+    The result contains the tokenizer's encoding of each word, with and without a space. A model can generate
+    the same text with other tokens. The result therefore also contains other encodings, up to the limits of
+    this module. Encodings with few tokens take precedence. Returns None if `words` is None or empty.
     """
     if not words:
         return None

@@ -260,9 +260,9 @@ def _template_call(call: _EarlierToolCall, arguments_as_objects: bool) -> dict[s
 
 
 def _parsed_arguments(arguments: object) -> object:
-    """Return the object that a JSON text encodes, an empty object for null or an empty text.
+    """Return the arguments of a tool call as an object. A text is parsed as JSON.
 
-    A text that is not a JSON object is returned unchanged.
+    Null or an empty text becomes an empty object. A text that is not a JSON object is returned unchanged.
     """
     if not isinstance(arguments, str):
         return arguments or {}

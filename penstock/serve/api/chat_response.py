@@ -77,7 +77,8 @@ class ChatResponse(OpenAIStream):
         scores: encodes the log probabilities of the output; None if they are not requested.
         prompt_scores: encodes the log probabilities of the prompt; None if they are not requested. A stream
             cannot have them.
-        prompt_token_ids: the token ids of the prompt; None if token ids are not requested.
+        prompt_token_ids: the token ids of the prompt; None if token ids are not requested. If given, the
+            choices also have the token ids of the output.
         include_usage: whether each chunk has the member ``usage`` and the last chunk has the total usage. In
             the other chunks, the value is null unless `events` gets a usage.
         reasoning_fields: the names of the members that contain the reasoning.

@@ -45,11 +45,14 @@ class ChoiceDelta:
     """Content, reasoning and tool calls, in the order of the output."""
     token_ids: list[int]
     scores: list[Score]
-    """One score per token; empty if log probabilities are not requested."""
+    """One score per token that has log probabilities; empty if they are not requested."""
     finish_reason: str | None = None
     """Set only in the last delta."""
     num_tokens: int = 0
-    """Number of tokens to add to the usage, including the token that ended the output, if any."""
+    """Number of tokens to add to the usage, including the token that ended the output, if any.
+
+    Used only for streams. It is 0 in the joined deltas of a whole output.
+    """
 
     @property
     def content(self) -> str:
@@ -82,8 +85,8 @@ class ChoiceDecoder:
         parser: splits the text into reasoning, tool calls and content. Without a parser, all text is content.
         skip_special_tokens: whether special tokens are left out of the text. Must be False if the parser's
             markup consists of special tokens.
-        token_by_token: whether the text is parsed after each token. The number of reasoning tokens is exact
-            only with this setting. With it, the only allowed tool call ends the choice at its last token.
+        token_by_token: whether the text is parsed after each token. Without this setting, reasoning tokens
+            are not counted. With it, the only allowed tool call ends the choice at its last token.
         keeps_stop: whether the text includes the stop string that ended the choice.
         may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
             streamed.

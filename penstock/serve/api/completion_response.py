@@ -32,7 +32,8 @@ class CompletionResponse(OpenAIStream):
     Args:
         envelope: the members that all objects share.
         choices: the decoders of all choices of all prompts.
-        prompt_token_ids: the prompt tokens of each choice; None if token ids are not requested.
+        prompt_token_ids: the prompt tokens of each choice; None if token ids are not requested. If given, the
+            choices also have the token ids of the output.
         echoes: the prompt of each choice; None if the response does not repeat the prompts.
         n: number of choices per prompt.
         scores: the encoder of log probabilities for each choice; None if they are not requested.
@@ -162,7 +163,8 @@ class CompletionResponse(OpenAIStream):
     def _logprobs(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> Parts | None:
         """Return the JSON of a delta's log probabilities; None if they are not requested.
 
-        A delta without tokens has empty lists if it is the first delta of the choice, else None.
+        If the delta has none, returns empty lists for the first delta of the choice, and None for later ones.
+        With echo, the first delta includes the log probabilities of the prompt.
         """
         if self._scores is None:
             return None

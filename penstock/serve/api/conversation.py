@@ -147,7 +147,7 @@ def image_fields(services: Services, messages: Sequence[Message]) -> ImageFields
 
 
 def _continued_text(body: ChatBody) -> str:
-    """Return the text of the last assistant message if the output continues it, else an empty string."""
+    """Return the text of the last message if it is the assistant's and is continued, else an empty string."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""

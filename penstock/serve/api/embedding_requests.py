@@ -99,7 +99,9 @@ async def encode_inputs(
 
 
 def input_list(value: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
-    """Return the name and the value of each input. A name is `field`, or for a list such as ``input[3]``.
+    """Return the name and the value of each input.
+
+    The name of a text or of a list of token ids is `field`. In a list of inputs, names are like ``input[3]``.
 
     Raises:
         RequestProblem: 400; the list is empty.

@@ -1,7 +1,8 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
-Each input has its own context. A run submits only as many contexts at a time as fit into two batches
-and into half of the queue, but at least one. A request with many inputs therefore cannot fill the queue.
+Each input has its own context. A run submits at most as many contexts at a time as fit into two batches, and
+at most half of the worker's ``max_outstanding``, but at least one. A request with many inputs therefore
+cannot fill the queue.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
-        """Submit an input. Inputs other than the first one wait until the queue has room for them."""
+        """Submit an input. Inputs other than the first one wait until they may be submitted."""
         if is_first:
             return self._worker.submit(context)
         while True:

@@ -21,7 +21,7 @@ class EncodingBody(RequestBody):
     truncate: bool | Literal["NONE", "END"] | None = None
     """Whether inputs over the maximum length are cut at the end. ``END`` means true, ``NONE`` means false."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """Maximum number of leading tokens to keep; -1 for the maximum length of the model."""
+    """Maximum number of leading tokens to keep; -1 for the model's maximum length. Implies `truncate`."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: Label | None = None
 

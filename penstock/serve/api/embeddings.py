@@ -56,7 +56,10 @@ async def create_embeddings(request: Request) -> Response:
     "/pooling", **route_options(PoolingBody, "The outputs, in the order of the inputs.", streams=False)
 )
 async def create_pooling(request: Request) -> Response:
-    """Return all requested outputs of each input: dense, sparse, multi_vector, scores."""
+    """Return the requested outputs of each input: dense, sparse, multi_vector, scores.
+
+    Without `outputs`, return the first output of the model.
+    """
     services = Services.of(request)
     body = await read_body(request, PoolingBody)
     outputs = tuple(dict.fromkeys(body.outputs or ()))

@@ -196,7 +196,7 @@ class GenerationRun:
 
     @property
     def _num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were in the prefix cache before the request.
+        """Number of prompt tokens found in the prefix cache, without hits between choices of the same prompt.
 
         The later choices of a prompt also find blocks that the first choice has stored. The minimum over the
         choices of a prompt excludes these cache hits.
