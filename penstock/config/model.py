@@ -196,6 +196,7 @@ class ModelConfig:
 
         Raises:
             CheckpointError: the checkpoint's files are missing or malformed.
+            ConfigError: ``speech_config.json`` names an unknown speech format.
         """
         if self.task == "auto":
             return detect_task(self.checkpoint, self.huggingface_config)
@@ -273,7 +274,9 @@ class ModelConfig:
         If the device does not support it, the nearest supported encoding is used, with a warning.
 
         Raises:
-            ConfigError: no encoding is configured, and the checkpoint's type is not an encoding.
+            CheckpointError: the checkpoint is missing or malformed.
+            ConfigError: no encoding is configured, and the checkpoint's weights have an unknown type or an
+                unknown quantization.
         """
         requested_encoding = self.quantization_encoding or self._stored_encoding()
         encoding = encoding_named(requested_encoding).on_device(self.devices[0].device_type)
@@ -332,6 +335,7 @@ class ModelConfig:
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.
+            ConfigError: the checkpoint's weights have an unknown type or an unknown quantization.
         """
         return PackedKey(
             checkpoint=self.checkpoint,
@@ -341,7 +345,10 @@ class ModelConfig:
         )
 
     def _stored_type(self) -> str:
-        """Return the dtype that ``config.json`` declares, or the type of the largest unquantized tensor."""
+        """Return the dtype that ``config.json`` declares, or the type of the largest unquantized tensor.
+
+        If there is neither, the result is ``no tensors``.
+        """
         config = self.huggingface_config
         declared_type = config.get("dtype") or config.section("text_config").get("dtype")
         if declared_type:

@@ -65,7 +65,8 @@ class Shard:
         rank: 0 to world_size - 1.
         world_size: number of ranks. With 1, the rank holds whole layers.
         by_expert: whether a rank holds whole experts instead of a part of each expert.
-        collectives: the operations that add and gather the tensors of all ranks; None for one rank.
+        collectives: the operations that add and gather the tensors of all ranks; None if the shard is used
+            only to compute parts, or for one rank.
     """
 
     rank: int = 0

@@ -324,7 +324,10 @@ class _Nfa:
         return end
 
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
-        """Add an Aho-Corasick automaton of the node's words, with one state per prefix of a word."""
+        """Add an Aho-Corasick automaton of the node's words.
+
+        It has one state for each prefix of a word, except prefixes that end with a word.
+        """
         words = [word for word in _literal_texts(node) if word]
         prefixes = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
         end = self._add_state()

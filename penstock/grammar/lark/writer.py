@@ -131,9 +131,12 @@ class _Writer:
 _ANY_TEXT = "/(?s:.*)/"  # any text
 
 
-def _text_without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
-    """Return an expression for the texts that do not end with one of ``words`` and a match of ``suffix``."""
-    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
+def _text_without(words: tuple[str, ...], rest: str = "(?s:.*)") -> str:
+    """Return an expression for the texts that do not end with a word followed by a match of ``rest``.
+
+    By default, these are the texts that contain none of ``words``.
+    """
+    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){rest}/"
 
 
 def _operator_text(node: Node, write_node: object) -> str:
