@@ -40,7 +40,7 @@ class Alt:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``min_count`` to ``max_count`` repetitions of a part; without an upper bound if ``max_count`` is None."""
+    """``min_count`` to ``max_count`` repetitions of a part. If ``max_count`` is None, there is no maximum."""
 
     part: Node
     min_count: int

@@ -35,9 +35,9 @@ class Counting:
 
     A *detour* is a path from a state with a loop over other states back to the state with the loop, such as
     an escaped character in a URI. `detours` has at most one detour per state, without branches and of at most
-    5 characters. After the first detour of a state, one repetition is a loop character or a detour, and
-    counts as the length of the detour. Otherwise the remaining length would decrease by a block at every
-    detour.
+    5 characters. After the first detour of a state, a repetition is one loop character or one detour, and
+    either counts as many characters as the detour has. Otherwise the remaining length would decrease by a
+    block at every detour.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
@@ -87,7 +87,10 @@ class Counting:
         )
 
     def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
-        """Yield (characters, counted state) for each transition to another state, except repeated detours."""
+        """Yield (characters, counted state) for each transition to another state.
+
+        After the first detour, the transition into the detour is left out.
+        """
         detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
         for ranges, target in self.automaton.transitions[counted_state.state]:
             if target in (counted_state.state, detour_state):

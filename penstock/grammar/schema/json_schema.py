@@ -53,7 +53,7 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
         schema: the result of ``json.loads``.
         compact: allow no white space.
         escaped: characters that strings contain only as escapes, because the surrounding format gives them a
-           meaning.
+            meaning.
 
     Raises:
         UnsupportedSchemaError: a keyword is not supported.
