@@ -177,7 +177,7 @@ class ModelConfig:
     trust_remote_code: bool = setting(
         False,
         FLAG,
-        "Run the Python code of the checkpoint, if model_impl is transformers and the model type needs it.",
+        "Run the Python code of the checkpoint, if the model runs on transformers and needs this code.",
     )
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),
@@ -271,7 +271,7 @@ class ModelConfig:
     def encoding(self) -> str:
         """The encoding of the weights: ``quantization_encoding``, or by default the checkpoint's.
 
-        If the device does not support it, the nearest supported encoding is used, with a warning.
+        If the device does not support it, a supported encoding replaces it, with a warning.
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.

@@ -152,7 +152,9 @@ class PipelineConfig:
         "support it are refused.",
     )
     num_threads: int | None = setting(
-        None, THREADS, "Number of CPU compute threads; by default OMP_NUM_THREADS, or one per core."
+        None,
+        THREADS,
+        "Number of CPU compute threads per worker; by default OMP_NUM_THREADS, or one per available core.",
     )
     data_parallel_size: int = setting(
         1,

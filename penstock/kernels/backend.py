@@ -97,7 +97,7 @@ class Backend:
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in this back end's layout; at least the bytes of its panels."""
+        """Return an upper bound for the bytes of a packed weight in this back end's layout."""
         extra_row_bytes = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
         return encoding.num_bytes(out_features, in_features) + out_features * max(extra_row_bytes, 0)
 

@@ -87,10 +87,11 @@ def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
 def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the product of activations ``x [T, in]`` with a weight in blocks, plus the bias.
 
-    The product is the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x *
-    minimum``, added in float32 in the order of the groups, times the row scale if there is one. Product plus
-    bias is rounded once to the type of x. Numbers from a table are rounded to multiples of
-    ``1 / NumberTable.steps`` before they are multiplied.
+    A group has 32 inputs, or fewer if fewer inputs share a scale. Each group of activations is quantized to
+    integers ``x_q`` with a scale ``scale_x``. The product is the sum over groups of ``sum(x_q * number) *
+    scale_x * scale - sum(x_q) * scale_x * minimum``, added in float32 in the order of the groups, times the
+    row scale if there is one. Product plus bias is rounded once to the type of x. Numbers from a table are
+    rounded to multiples of ``1 / NumberTable.steps`` before they are multiplied.
     """
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
@@ -123,7 +124,7 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
 def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     """Quantize a weight ``[out, in]`` to blocks.
 
-    All weights that share a scale with a NaN or an infinity become NaN.
+    All weights that share a scale or a factor with a NaN or an infinity become NaN.
     """
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
@@ -180,7 +181,10 @@ def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
 
 
 def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
-    """Return the scales of ``groups [out, G, size]`` for integer codes, and the minima if they exist."""
+    """Return the scales of ``groups [out, G, size]`` for integer codes, and the other tensors of ``kind``.
+
+    The others are minima, factors of superblocks and row scales.
+    """
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     largest_number = (1 << kind.bits) - 1 - kind.offset
     if kind.min_type is None:

@@ -54,8 +54,9 @@ It is near the maximum exponent of float16, 16, so that small scales of the row 
 def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 scales ``[out, G]`` as float16 scales and float32 row scales ``[out]``.
 
-    Row scales are powers of two. A float16 scale times its row scale equals the given scale if that has at
-    most 11 significant bits, as in float16 and bfloat16, and does not underflow in float16.
+    Row scales are powers of two. A float16 scale times its row scale equals the given scale if the given
+    scale has at most 11 significant bits, as in float16 and bfloat16, and the float16 scale does not
+    underflow.
     """
     largest = scales.float().abs().amax(1)
     exponents = torch.frexp(torch.where(largest.isfinite() & (largest > 0), largest, 1.0)).exponent
@@ -119,9 +120,9 @@ def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
 def multiply_codes(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the product of activations ``x [T, in]`` with a weight of codes with zero points, plus the bias.
 
-    The product is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, added
-    in float32 in the order of the groups, times the row scale. Product plus bias is rounded once to the type
-    of x.
+    Each group of 32 activations is quantized to integers ``x_q`` with a scale ``scale_x``. The product is the
+    sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, added in float32 in the
+    order of the groups, times the row scale. Product plus bias is rounded once to the type of x.
     """
     in_features = x.shape[1]
     padding = (0, -in_features % GROUP)

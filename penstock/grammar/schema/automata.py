@@ -1,9 +1,8 @@
 """Computes automata of texts within a length bound that match all required and no excluded expressions.
 
 States are built from partial derivatives (Antimirov 1996). A position is the part of an expression that is
-not matched yet. A state has the set of positions that a text can reach in each expression, and the number of
-its characters. Repetitions are expanded only when a state reaches them, so a large bound such as {0,100000}
-takes no time or memory by itself.
+not matched yet. A state has the positions that a text can reach in each expression, and the text's length.
+Repetitions are expanded only when a state reaches them, so a bound such as {0,100000} takes little memory.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class _Positions:
     def __init__(self, tree: regex.RegexNode) -> None:
         self._nodes: dict[object, regex.RegexNode] = {}  # one object for equal subtrees
         self._position_numbers: dict[tuple[int, int], int] = {}
-        # Position -> (node, position after the node); None for `_END`.
-        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]
+        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]  # (node, next position)
         self._lengths: list[tuple[int, int | None]] = [(0, 0)]  # per position, to the end: (min, max)
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
@@ -278,11 +276,7 @@ class _Product:
         )
 
     def _normalized_state(self, position_sets: tuple[frozenset[int], ...], count: int) -> _State:
-        """Return the state with a normalized count, so that fewer states differ only in their counts.
-
-        The count is -1 if no further text can violate a length bound. It is at most the minimum length if no
-        further text can exceed the maximum length.
-        """
+        """Return the state with a normalized count: -1 if no further text can violate a length bound."""
         min_count, max_count = self._bound.min_count, self._bound.max_count
         if count >= 0 and max_count is not None:
             groups = zip(self._required_operands, position_sets, strict=False)
@@ -372,11 +366,10 @@ def _predecessors(automaton: Automaton) -> list[list[int]]:
 
 
 def _classes_by_length(automaton: Automaton) -> list[int]:
-    """Return a class for each state: states in a class have equal `accepting` and equal lengths.
+    """Return a class for each state, by `accepting` and the fewest and the most characters that can follow.
 
-    The lengths are the minimum and the maximum number of characters that can follow. Equivalent states are in
-    the same class. Without these initial classes, the refinement would need one round per character of the
-    longest text.
+    Equivalent states are in the same class. Without these initial classes, the refinement would need one
+    round per character of the longest text.
     """
     predecessors = _predecessors(automaton)
     min_lengths = automaton.min_lengths
