@@ -10,7 +10,7 @@ from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # maximum number of sets of used values in an array without a prefix; a set is one rule
+MAX_SUBSETS = 256  # maximum sets of used values in an array without a prefix; each set is one rule
 MAX_VALUES = 1000  # maximum number of possible values of an item
 
 

@@ -5,7 +5,7 @@
 // integers 12 + 2 * number.
 //
 // Rows of x are quantized as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
-// scale * sum((code - offset) * x) - minimum * sum(x). Each output is one chain of additions in the order of the blocks.
+// scale * sum((code - offset) * x) - minimum * sum(x). An output is one chain of additions in the order of the blocks.
 //
 // The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low
 // bytes and one of the high bytes. With AVX-512, the low and the high bytes are multiplied with x separately, and the
