@@ -59,7 +59,7 @@ def make_engine(
         memory_limit: see `WorkerClient`; applies to each worker.
         memory: bytes of host memory for all workers together; GPUs ignore it. By default, the workers
             together use ``device_memory_utilization`` of the free memory.
-        is_asleep: whether `wake_up` instead of `start` starts the workers.
+        is_asleep: whether the workers are asleep at first. `wake_up` then starts the workers, not `start`.
 
     Raises:
         ConfigError: the devices cannot be divided among the workers.

@@ -149,7 +149,9 @@ class ModelConfig:
         "default they are encoded as text.",
     )
     served_model_name: str | None = setting(
-        None, TEXT, "Model name in the API; by default the name of its folder, or its id on the hub."
+        None,
+        TEXT,
+        "Model name in the API; by default the name of its folder or GGUF file, or its id on the hub.",
     )
 
     task: str = setting(
@@ -261,7 +263,7 @@ class ModelConfig:
         """The computation of embeddings from hidden states, read from the checkpoint's folder.
 
         Raises:
-            CheckpointError: a file is damaged, or a module has an unknown type.
+            CheckpointError: a file is malformed, or a module or an option is not supported.
         """
         from penstock.text.sentence_transformers import read_layout  # loads numpy
 

@@ -19,9 +19,9 @@ class SpeculativeConfig:
     speculative_method: str | None = setting(
         None,
         one_of("ngram", "draft_model"),
-        "Source of draft tokens. ngram finds the latest earlier occurrence of the last n-gram in the text, "
-        "and copies the tokens after it. draft_model runs draft_model_path, a small model with the same "
-        "tokenizer. By default draft_model if draft_model_path is set, otherwise no speculation.",
+        "Source of draft tokens. ngram finds an earlier occurrence of the last tokens, and copies the tokens "
+        "that follow it. draft_model runs draft_model_path, a small model with the same tokenizer. By "
+        "default draft_model if draft_model_path is set, otherwise no speculation.",
     )
     draft_model_path: str | None = setting(
         None, TEXT, "The draft model: a checkpoint's folder or a model's id on the Hugging Face hub."
@@ -41,7 +41,7 @@ class SpeculativeConfig:
         "would not be faster. false drafts up to num_speculative_tokens in every step.",
     )
     ngram_min: int = setting(2, COUNT, "Minimum number of matching tokens for ngram to draft.")
-    ngram_max: int = setting(4, COUNT, "Maximum number of tokens that ngram matches.")
+    ngram_max: int = setting(4, COUNT, "Length in tokens of the longest n-gram that ngram looks up.")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -37,7 +37,7 @@ class PackedConv1d:
     linear: PackedLinear | None = None
     """Set for one group: a linear layer ``[out, kernel_size * in]``, inputs sorted by tap, then channel."""
     taps: Tensor | None = None
-    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, with a float32 ``bias``."""
+    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, and float32 ``bias``."""
     weight: Tensor | None = None
     """Set for all other convolutions: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None

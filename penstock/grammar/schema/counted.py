@@ -34,8 +34,8 @@ class Counting:
     maximum length.
 
     A *detour* is a path from a state with a loop over other states back to the state with the loop, such as
-    an escaped character in a URI. `detours` has at most one detour per state, without branches and of at most
-    5 characters. After the first detour of a state, a repetition is one loop character or one detour, and
+    an escaped character in a URI. `detours` has at most one detour per state, without branches and no longer
+    than 5 characters or a block. After the first detour of a state, a repetition is one loop character or one detour, and
     either counts as many characters as the detour has. Otherwise the remaining length would decrease by a
     block at every detour.
     """
