@@ -32,7 +32,7 @@ class Rule:
     is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     convert_text: Callable[[str], object] | None = None
-    """Converts a text before it is converted to the type of the field and checked; None for no conversion."""
+    """Replaces a text before the conversion to the field's type and the check; None for no replacement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ _RANK_PROGRAM = (
 _OPENMP_VARIABLES = {"GOMP_SPINCOUNT": "100"}
 """Default environment variables of a rank: an idle OpenMP thread spins 100 times before it sleeps."""
 START_TIMEOUT = 600.0
-"""Seconds that rank 0 waits for an event of the other ranks. They wait as long for the start of rank 0."""
+"""Seconds that rank 0 waits for an event of the other ranks, and that they wait for the start of rank 0."""
 _END_TIMEOUT = 5.0
 """Seconds that `close` waits for the processes to exit. It then kills the remaining ones."""
 _DIAGNOSIS_TIMEOUT = 2.0

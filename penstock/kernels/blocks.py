@@ -34,8 +34,8 @@ def decode_numbers(kind: BlockKind, codes: Tensor) -> Tensor:
 def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
     """Return the numbers that codes represent, divided by a unit, and the unit.
 
-    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices into a table. Quotients by the
-    latter are rounded to integers. All quotients are multiples of 0.5, so sums of their products with
+    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices into a table. Quotients of numbers
+    from a table are rounded to integers. All quotients are multiples of 0.5, so sums of their products with
     integers are exact.
     """
     if kind.table is None:

@@ -41,7 +41,7 @@ class PackedConv1d:
     weight: Tensor | None = None
     """Set for all other convolutions: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``. None if ``linear`` is set, because the linear layer then contains the bias."""
+    """``[out]``; None if there is no bias, or if ``linear`` contains it."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output rows of a sequence of ``length`` input rows."""
@@ -73,7 +73,7 @@ class PackedConvTranspose1d:
     weight: Tensor | None = None
     """Set for several groups or a dilation: ``[in, out / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``. None if ``linear`` is set, because the linear layer then contains the bias."""
+    """``[out]``; None if there is no bias, or if ``linear`` contains it."""
 
     @property
     def inputs_per_output(self) -> int:

@@ -35,9 +35,9 @@ class Counting:
 
     A *detour* is a path from a state with a loop over other states back to the state with the loop, such as
     an escaped character in a URI. `detours` has at most one detour per state, without branches and no longer
-    than 5 characters or a block. After the first detour of a state, a repetition is one loop character or one detour, and
-    either counts as many characters as the detour has. Otherwise the remaining length would decrease by a
-    block at every detour.
+    than 5 characters or a block. After the first detour of a state, a repetition is one loop character or one
+    detour, and either counts as many characters as the detour has. Otherwise the remaining length would
+    decrease by a block at every detour.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:

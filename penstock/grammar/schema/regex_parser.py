@@ -114,7 +114,8 @@ def _without_anchors(
 ) -> RegexNode:
     """Remove the anchors of a top-level alternative.
 
-    Add "any text" at the start, unless there is an anchor or ``starts`` is set; likewise at the end.
+    Add "any text" at the start unless it has an anchor or ``starts`` is set, and at the end unless it has an
+    anchor or ``ends`` is set.
     """
     parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
     while parts and parts[0] == Anchor("^"):

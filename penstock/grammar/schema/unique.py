@@ -74,7 +74,7 @@ class UniqueWriter:
         self._comma = comma
 
     def items(self, shape: Array) -> str | None:
-        """Return the expression of the items, without brackets; None if the bounds cannot be satisfied.
+        """Return the expression of the items, without brackets; None if no array is possible.
 
         Raises:
             UnsupportedSchemaError: the possible values of an item are not listed or are more than
