@@ -35,7 +35,7 @@ class InferenceSession:
 
     Raises:
         ConfigError: more than one device is given.
-        ForkedProcessError: this process was forked from a process in which a session exists.
+        ForkedProcessError: this process was forked after a session had been created.
     """
 
     _first_session_pid: ClassVar[int | None] = None

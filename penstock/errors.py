@@ -229,7 +229,7 @@ class InsufficientBlocksError(InsufficientMemoryError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """A model is used or loaded in a process that was forked from a process with a loaded model."""
+    """A model is used or loaded in a process that was forked after a model had been loaded."""
 
     def __init__(self, origin: int, process: int) -> None:
         super().__init__(

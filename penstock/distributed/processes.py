@@ -41,7 +41,10 @@ _RANK_PROGRAM = (
     "from penstock.distributed.processes import main; main()"
 )
 _OPENMP_VARIABLES = {"GOMP_SPINCOUNT": "100"}
-"""Default environment variables of a rank: an idle OpenMP thread spins 100 times before it sleeps."""
+"""Default environment variables of a rank, unless ``OMP_WAIT_POLICY`` is set.
+
+With this value, an idle OpenMP thread spins 100 times before it sleeps.
+"""
 START_TIMEOUT = 600.0
 """Seconds that rank 0 waits for an event of the other ranks, and that they wait for the start of rank 0."""
 _END_TIMEOUT = 5.0

@@ -76,7 +76,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is only one rank. It holds whole layers."""
+        """Whether there is only one rank, which holds whole layers."""
         return self.world_size == 1
 
     def part(self, size: int, name: str, unit: int = 1) -> Part:

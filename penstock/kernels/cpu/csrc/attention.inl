@@ -53,7 +53,7 @@ struct Items {
   int64_t heads, head_tiles;   // heads per item; items per kv head
   int64_t rows;                // maximum number of rows per item
   int64_t* first;              // [B + 1]: number of the first item of each sequence
-  int64_t count, max_chunks;   // number of items; maximum number of chunks of an item
+  int64_t count, max_chunks;   // number of items; upper bound for the number of chunks of an item
 };
 
 struct Item {
