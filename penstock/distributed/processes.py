@@ -50,7 +50,7 @@ START_TIMEOUT = 600.0
 _END_TIMEOUT = 5.0
 """Seconds that `close` waits for the processes to exit. It then kills the remaining ones."""
 _DIAGNOSIS_TIMEOUT = 2.0
-"""Seconds that `_diagnose` waits for a rank to end. A collective fails before the system reports the end."""
+"""Seconds that `_diagnose` waits for a rank to end. A collective can fail before the rank has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,9 +181,9 @@ def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
 
 
 def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
-    """Return the scales of ``groups [out, G, size]`` for integer codes, and the other tensors of ``kind``.
+    """Return the scales of ``groups [out, G, size]`` for integer codes.
 
-    The others are minima, factors of superblocks and row scales.
+    The result also contains the minima, factors and row scales, if ``kind`` has them.
     """
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     largest_number = (1 << kind.bits) - 1 - kind.offset
