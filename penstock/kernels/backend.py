@@ -126,7 +126,7 @@ class BackendRegistry:
             ConfigError: a back end of this name exists.
         """
         if any(record.name == backend.name for record in self.backends):
-            raise ConfigError("kernels", f"{backend.name!r} is registered already: use another name")
+            raise ConfigError("kernels", f"{backend.name!r} exists already: use another name")
         self._registered[backend.name] = backend
 
     def candidates(self, device_type: str, name: str | None = None) -> tuple[Backend, ...]:

@@ -17,7 +17,8 @@ A group has 32 inputs of 64 outputs:
 * except in units of 64 inputs: the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima
   ``[64]`` if the encoding has minima.
 
-Padding is 0. The tensor ``scales`` contains the row scales ``[N]`` of encodings that have them.
+Padding is 0. The tensor ``scales`` contains the row scales ``[N]`` of encodings that have them. In the shapes
+of comments, P is the number of panels and G the number of groups.
 """
 
 from __future__ import annotations

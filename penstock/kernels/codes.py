@@ -1,7 +1,8 @@
 """Arithmetic and panel layouts of integer codes with zero points and of 8-bit floats (E4M3).
 
-The layouts of a weight with N outputs and K inputs are little-endian and contiguous. N and K are rounded up
-to whole panels and groups, and padded with zeros:
+In shapes, T is the number of rows of activations, P the number of panels and G the number of groups. The
+layouts of a weight with N outputs and K inputs are little-endian and contiguous. N and K are rounded up to
+whole panels and groups, and padded with zeros:
 
 * `CodePanels` of 4 bits: ``[N / 64, K / 32, 1216]`` uint8. A group of 32 inputs has 1024 bytes of codes in
   the order of `GroupPanels`, then 64 float16 scales, then 64 zero points (uint8).

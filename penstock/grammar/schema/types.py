@@ -81,7 +81,7 @@ def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
         return Numeric(bounds, is_integer)
     if factor != int(factor) or factor <= 0:
         raise UnsupportedSchemaError(
-            "multipleOf", node.where, f"only whole numbers are supported, was {factor}"
+            "multipleOf", node.where, f"only whole numbers of at least 1 are supported, was {factor}"
         )
     return Numeric(bounds, True, int(factor), node.where)
 
