@@ -103,7 +103,7 @@ class InferenceSession:
 
     @property
     def shard(self) -> Shard:
-        """The part of a divided model that this process computes; all of the model without other ranks."""
+        """The part of a divided model that this process computes; the whole model if there are no ranks."""
         from penstock.distributed import Shard
 
         return Shard() if self.ranks is None else self.ranks.shard

@@ -308,7 +308,7 @@ def _report_error(store: Store, rank: int, error: BaseException) -> None:
 
 
 def _exit_with_rank_0(store_folder: str) -> None:
-    """End this process when its standard input is closed, which happens when rank 0 ends."""
+    """End this process when its standard input is closed, for example because rank 0 ends."""
     os.read(0, 1)
     shutil.rmtree(store_folder, ignore_errors=True)
     os._exit(1)

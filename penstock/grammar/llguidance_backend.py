@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BYTES_PER_GRAMMAR = 160 << 10  # measured size of a small grammar's lexer tables
 _BYTES_PER_CHARACTER = 24  # measured with schemas of 1 to 1,000 properties
-_MAX_THREADS = 4  # of the thread pool that computes masks
+_MAX_THREADS = 4  # maximum threads of the pool that computes masks
 
 
 class LLGuidanceBackend:

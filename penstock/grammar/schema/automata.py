@@ -74,7 +74,7 @@ def intersection(
     Returns None if there is no such text.
 
     Raises:
-        TooLargeError: the automaton has more than `MAX_STATES` states, or exceeds another limit here.
+        TooLargeError: the automaton has more than `MAX_STATES` states, or exceeds a limit of this module.
     """
     product = _Product(required, excluded, bound)
     start = product.start

@@ -157,8 +157,8 @@ class Counting:
 def make_counting(automaton: Automaton, max_count: int) -> Counting | None:
     """Return the counted states of an automaton for a maximum length of ``max_count`` characters.
 
-    The block size is the smallest power of two that results in at most `_MAX_SMALL_BLOCK_STATES` states. If
-    there is none, it is the largest block size.
+    The block size is the smallest power of two that results in at most `_MAX_SMALL_BLOCK_STATES` states, or
+    else the largest block size.
 
     Returns None if even the largest blocks result in more than `MAX_COUNTED_STATES` states, or if no text is
     short enough.

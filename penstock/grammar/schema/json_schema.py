@@ -57,7 +57,7 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
 
     Raises:
         UnsupportedSchemaError: a keyword is not supported.
-        InputError: the schema is malformed, or no value satisfies it.
+        InputError: the schema is malformed or too large, or no value satisfies it.
     """
     return _Writer(Reader(schema), compact, escaped).text()
 
