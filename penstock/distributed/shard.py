@@ -15,8 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
-"""Tokens per indivisible unit of the vocabulary. The C++ kernels pack weights in panels of as many rows.
-
+"""Tokens per indivisible unit of the vocabulary.
 A vocabulary with fewer whole units than ranks is divided into units of one token.
 """
 

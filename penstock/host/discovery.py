@@ -1,4 +1,4 @@
-"""Imports all modules or subpackages of a package or folder, to find implementations of extension points."""
+"""Imports the modules or subpackages of a package or folder, to find implementations of extension points."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
 
 
 def decode_scales(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the scales ``[out, ceil(in / group_size)]`` float32, without row scales."""
+    """Return the scales ``[out, ceil(in / kind.scaled_inputs)]`` float32, without row scales."""
     scales = tensors["scales"]
     if kind.scale_type == "e8m0":
         powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)

@@ -24,7 +24,7 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import post_order, simplified, unrolled
 
-MAX_UNROLLED = 12  # maximum levels of recursion in a grammar that is written as one lexeme
+MAX_UNROLLED = 12  # maximum levels of recursion in a grammar that is written without recursion
 MAX_RULE_DEPTH = 3_000  # maximum length of a chain of rules; llguidance recurses once per rule
 
 
@@ -56,7 +56,10 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
 
 def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
-    """Return the grammar as a single lexeme, in which recursion is limited to `MAX_UNROLLED` levels."""
+    """Return the division of the grammar without recursion, as one lexeme if possible.
+
+    Texts with more than `MAX_UNROLLED` levels of recursion are excluded.
+    """
     try:
         bounded_rules = simplified(unrolled(rules, root, MAX_UNROLLED), root)
         return divide(bounded_rules, root, check_time, ANY_SIZE)

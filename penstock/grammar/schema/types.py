@@ -34,7 +34,7 @@ from penstock.grammar.schema.shapes import (
     StringShape,
 )
 
-# Keywords whose schemas apply to the value of the schema itself.
+# Keywords whose schemas apply to the same value as the schema that has the keyword.
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired")
 
 
