@@ -184,8 +184,8 @@ class ModelConfig:
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),
         _DIMENSIONS,
-        "Lengths to which requests may cut dense embeddings, such as 64,128,256; by default the lengths in "
-        "the checkpoint's config.json.",
+        "Lengths to which requests may cut dense embeddings, such as 64,128,256; by default the lengths that "
+        "the checkpoint's config.json allows.",
         parse=parse_dimensions,
     )
 

@@ -44,8 +44,7 @@ class ParallelConfig:
     pin_ranks: bool = setting(
         True,
         FLAG,
-        "Bind each process of a divided model to the cores of one NUMA node, if the machine has several "
-        "nodes.",
+        "On a CPU with several NUMA nodes, bind each process of a divided model to the cores of one node.",
     )
 
     def __post_init__(self) -> None:

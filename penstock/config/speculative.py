@@ -24,7 +24,7 @@ class SpeculativeConfig:
         "default draft_model if draft_model_path is set, otherwise no speculation.",
     )
     draft_model_path: str | None = setting(
-        None, TEXT, "The draft model: a checkpoint's folder or a model's id on the Hugging Face hub."
+        None, TEXT, "The draft model: a checkpoint's folder, a GGUF file or an id on the Hugging Face hub."
     )
     draft_quantization_encoding: str | None = setting(
         None, TEXT, "Encoding of the draft model's weights; by default the encoding of its checkpoint."
@@ -32,7 +32,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = setting(
         8,
         Rule("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
-        "Maximum number of draft tokens per step.",
+        "Maximum number of draft tokens per request and step.",
     )
     adaptive_speculation: bool = setting(
         True,

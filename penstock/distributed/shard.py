@@ -16,6 +16,7 @@ from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
 """Tokens per indivisible unit of the vocabulary.
+
 A vocabulary with fewer whole units than ranks is divided into units of one token.
 """
 
