@@ -49,7 +49,7 @@ def make_engine(
     memory: int | None = None,
     is_asleep: bool = False,
 ) -> WorkerRouter:
-    """Return the engine client of a configuration, not launched yet.
+    """Return the engine client of a configuration. Its workers are not started yet.
 
     Args:
         config: the configuration; ``data_parallel_size`` is the number of workers.
