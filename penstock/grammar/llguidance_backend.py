@@ -52,7 +52,8 @@ class LLGuidanceBackend:
         """Compile a grammar.
 
         Raises:
-            PenstockError: the grammar is invalid or exceeds a limit, or ``check_time`` raised.
+            PenstockError: the grammar is invalid, allows no output or exceeds a limit, or ``check_time``
+                raised the error.
         """
         from llguidance import LLMatcher
 
