@@ -175,7 +175,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``[size]`` zeros in host memory, pinned if ``device``, which copies them, is a GPU.
+    """Return ``[size]`` zeros in host memory, for copies to or from ``device``; pinned if it is a GPU.
 
     Copies in CUDA graphs need pinned memory.
     """

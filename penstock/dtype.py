@@ -39,7 +39,7 @@ class DType(str, Enum):
         return "float" in self.value
 
     def to_torch(self) -> torch.dtype:
-        """Return the same type of torch."""
+        """Return the torch type of the same name."""
         import torch
 
         dtype = getattr(torch, self.value)
@@ -47,7 +47,7 @@ class DType(str, Enum):
         return dtype
 
     def to_numpy(self) -> np.dtype[np.generic]:
-        """Return the same type of numpy. Numpy has no bfloat16 and no 8-bit floats.
+        """Return the numpy type of the same name. Numpy has no bfloat16 and no 8-bit floats.
 
         Raises:
             TypeError: the type is ``bfloat16`` or ``float8_e4m3fn``.

@@ -25,9 +25,8 @@ class InferenceSession:
 
     Args:
         devices: the devices to run on; the CPU of the host if not given.
-        num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
-            or ``OMP_NUM_THREADS``), limited by the CPU limit of the container; ranks share this default
-            equally.
+        num_threads: threads of the OpenMP team of this process. If not given, ``OMP_NUM_THREADS``, or one per
+            core up to the CPU limit of the container; ranks share this number equally.
         kernels: name of the kernel back end; if not given, the best back end for the device.
         prefaulted: memory for the weights that models of this session pack.
         deterministic: whether results of a row must be bit-equal in every batch, for which some back ends use
@@ -36,11 +35,11 @@ class InferenceSession:
 
     Raises:
         ConfigError: more than one device is given.
-        ForkedProcessError: this process was forked from a process in which a session exists.
+        ForkedProcessError: this process was forked after a session had been created.
     """
 
     _first_session_pid: ClassVar[int | None] = None
-    """Id of the process that created the first session. A forked child inherits this id, but not the
+    """Id of the process that created the first session. A forked child inherits this id, but not the OpenMP
     threads."""
     _sessions: ClassVar[WeakSet[InferenceSession]] = WeakSet()
     """The sessions of this process, guarded by `_sessions_lock`."""
@@ -104,7 +103,7 @@ class InferenceSession:
 
     @property
     def shard(self) -> Shard:
-        """The part of a divided model that this process computes; all of the model without other ranks."""
+        """The part of a divided model that this process computes; the whole model if there are no ranks."""
         from penstock.distributed import Shard
 
         return Shard() if self.ranks is None else self.ranks.shard

@@ -27,13 +27,14 @@ LoadRuntime: TypeAlias = "Callable[[PipelineConfig], WorkerRuntime]"
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """The resources of one of several workers."""
+    """The resources of a worker."""
 
     devices: tuple[DeviceSpec, ...]
     processors: ProcessorShare | None = None
     """The processors of the worker; None if it may use all processors."""
     memory: int | None = None
-    """Maximum bytes of host memory for weights, activations and KV cache; None for `utilization`."""
+    """Maximum bytes of host memory for weights, activations and KV cache; None for no limit besides
+    `utilization`."""
     utilization: float | None = None
     """Fraction of the device's free memory that this worker uses; None for ``device_memory_utilization``."""
 
@@ -48,7 +49,7 @@ def make_engine(
     memory: int | None = None,
     is_asleep: bool = False,
 ) -> WorkerRouter:
-    """Return the engine client of a configuration, not launched yet.
+    """Return the engine client of a configuration. Its workers are not started yet.
 
     Args:
         config: the configuration; ``data_parallel_size`` is the number of workers.
@@ -56,9 +57,9 @@ def make_engine(
         max_queue_size: see `WorkerClient`; applies to each worker.
         hang_limit: see `WorkerClient`.
         memory_limit: see `WorkerClient`; applies to each worker.
-        memory: bytes of host memory for all workers together; GPUs ignore it. By default, several workers
+        memory: bytes of host memory for all workers together; GPUs ignore it. By default, the workers
             together use ``device_memory_utilization`` of the free memory.
-        is_asleep: whether `wake_up` instead of `start` starts the workers.
+        is_asleep: whether the workers are asleep at first. `wake_up` then starts the workers, not `start`.
 
     Raises:
         ConfigError: the devices cannot be divided among the workers.

@@ -23,8 +23,8 @@
     ├── ForkedProcessError (RuntimeError)      origin, process
     └── MissingDependencyError (ImportError)   package, extra
 
-An error that a caller or the environment can cause raises one of these exceptions. The message contains the
-numbers and what to do next. A failed ``assert`` is a bug in Penstock.
+An error that a caller or the environment can cause raises one of these exceptions. A failed ``assert`` is a
+bug in Penstock.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class InputError(PenstockError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """A prompt leaves no room for output within ``max_length`` tokens, or an input without output exceeds it.
+    """A prompt leaves no room for output within ``max_length`` tokens.
 
+    For a task without generated tokens: the input has more than ``max_length`` tokens.
     Args:
         num_tokens: the number of tokens of the prompt.
         max_length: the maximum length, in tokens.
@@ -100,7 +101,7 @@ class UnsupportedFeatureError(InputError):
 class UnsupportedSchemaError(UnsupportedFeatureError):
     """A JSON schema uses a keyword that cannot be converted to a grammar.
 
-    Keywords are never ignored, because the grammar would then accept outputs that violate the schema.
+    Such keywords are never ignored, because the grammar would then accept outputs that violate the schema.
     """
 
     def __init__(self, keyword: str, where: str, reason: str) -> None:
@@ -132,7 +133,7 @@ class RequestFailedError(PenstockError):
 
 
 class UnavailableError(PenstockError):
-    """No request can be served now, for example because the worker is being restarted."""
+    """The request cannot be served now, for example because the worker is being restarted."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -144,7 +145,7 @@ class OverloadedError(UnavailableError):
 
 
 class RankFailedError(UnavailableError):
-    """A rank of a divided model has ended or does not respond. The loaded model is lost.
+    """A rank of a divided model has failed, has ended or does not respond. The loaded model is lost.
 
     A server restarts all processes of the model. Other programs must load the model again.
     """
@@ -228,7 +229,7 @@ class InsufficientBlocksError(InsufficientMemoryError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """A model is used or loaded in a process that was forked from a process with a loaded model."""
+    """A model is used or loaded in a process that was forked after a model had been loaded."""
 
     def __init__(self, origin: int, process: int) -> None:
         super().__init__(

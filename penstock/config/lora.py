@@ -55,7 +55,7 @@ class LoRAConfig:
         4, COUNT, "Maximum number of adapters in a batch; requests with further adapters wait."
     )
     max_loaded_loras: int = setting(
-        64, COUNT, "Maximum number of loaded adapters; adapters that no request uses are kept in host memory."
+        64, COUNT, "Maximum number of loaded adapters, which are kept in host memory."
     )
     max_lora_rank: int = setting(64, COUNT, "Maximum rank of an adapter; memory is reserved for this rank.")
 

@@ -149,7 +149,9 @@ class ModelConfig:
         "default they are encoded as text.",
     )
     served_model_name: str | None = setting(
-        None, TEXT, "Model name in the API; by default the name of its folder, or its id on the hub."
+        None,
+        TEXT,
+        "Model name in the API; by default the name of its folder or GGUF file, or its id on the hub.",
     )
 
     task: str = setting(
@@ -177,13 +179,13 @@ class ModelConfig:
     trust_remote_code: bool = setting(
         False,
         FLAG,
-        "Run the Python code of the checkpoint, if model_impl is transformers and the model type needs it.",
+        "Run the Python code of the checkpoint, if the model runs on transformers and needs this code.",
     )
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),
         _DIMENSIONS,
-        "Lengths to which requests may cut dense embeddings, such as 64,128,256; by default the lengths in "
-        "the checkpoint's config.json.",
+        "Lengths to which requests may cut dense embeddings, such as 64,128,256; by default the lengths that "
+        "the checkpoint's config.json allows.",
         parse=parse_dimensions,
     )
 
@@ -196,6 +198,7 @@ class ModelConfig:
 
         Raises:
             CheckpointError: the checkpoint's files are missing or malformed.
+            ConfigError: ``speech_config.json`` names an unknown speech format.
         """
         if self.task == "auto":
             return detect_task(self.checkpoint, self.huggingface_config)
@@ -260,7 +263,7 @@ class ModelConfig:
         """The computation of embeddings from hidden states, read from the checkpoint's folder.
 
         Raises:
-            CheckpointError: a file is damaged, or a module has an unknown type.
+            CheckpointError: a file is malformed, or a module or an option is not supported.
         """
         from penstock.text.sentence_transformers import read_layout  # loads numpy
 
@@ -270,10 +273,12 @@ class ModelConfig:
     def encoding(self) -> str:
         """The encoding of the weights: ``quantization_encoding``, or by default the checkpoint's.
 
-        If the device does not support it, the nearest supported encoding is used, with a warning.
+        If the device does not support it, a supported encoding replaces it, with a warning.
 
         Raises:
-            ConfigError: no encoding is configured, and the checkpoint's type is not an encoding.
+            CheckpointError: the checkpoint is missing or malformed.
+            ConfigError: no encoding is configured, and the checkpoint's weights have an unknown type or an
+                unknown quantization.
         """
         requested_encoding = self.quantization_encoding or self._stored_encoding()
         encoding = encoding_named(requested_encoding).on_device(self.devices[0].device_type)
@@ -332,6 +337,7 @@ class ModelConfig:
 
         Raises:
             CheckpointError: the checkpoint is missing or malformed.
+            ConfigError: the checkpoint's weights have an unknown type or an unknown quantization.
         """
         return PackedKey(
             checkpoint=self.checkpoint,
@@ -341,7 +347,10 @@ class ModelConfig:
         )
 
     def _stored_type(self) -> str:
-        """Return the dtype that ``config.json`` declares, or the type of the largest unquantized tensor."""
+        """Return the dtype that ``config.json`` declares, or the type of the largest unquantized tensor.
+
+        If there is neither, the result is ``no tensors``.
+        """
         config = self.huggingface_config
         declared_type = config.get("dtype") or config.section("text_config").get("dtype")
         if declared_type:

@@ -11,7 +11,7 @@ Path: TypeAlias = str | PathLike[str]
 
 
 class PipelineOptions(TypedDict, total=False):
-    """Keyword arguments of `LLM` except the model: the flat names of `config_fields` with their types.
+    """Keyword arguments of `LLM` except the model: ``config_file``, and the settings by flat name or alias.
 
     None means that the argument is not given. ``docs/configuration.md`` describes the settings.
     """

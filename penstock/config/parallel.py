@@ -32,8 +32,8 @@ class ParallelConfig:
     collective_timeout: float = setting(
         120.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Seconds that a rank of a divided model waits for the other ranks. After this time the model is "
-        "restarted.",
+        "Seconds that a rank of a divided model waits for the other ranks. After this time a server restarts "
+        "the model; in other programs an error is raised.",
     )
     collective_transport: str | None = setting(
         None,
@@ -44,8 +44,7 @@ class ParallelConfig:
     pin_ranks: bool = setting(
         True,
         FLAG,
-        "Bind each process of a divided model to the cores of one NUMA node, if the machine has several "
-        "nodes.",
+        "On a CPU with several NUMA nodes, bind each process of a divided model to the cores of one node.",
     )
 
     def __post_init__(self) -> None:

@@ -153,7 +153,9 @@ class PipelineConfig:
         "state of the prefix cache. Encodings that do not support this setting are refused.",
     )
     num_threads: int | None = setting(
-        None, THREADS, "Number of CPU compute threads; by default one per core."
+        None,
+        THREADS,
+        "Number of CPU compute threads per worker; by default OMP_NUM_THREADS, or one per available core.",
     )
     data_parallel_size: int = setting(
         1,
@@ -178,8 +180,7 @@ class PipelineConfig:
     def check_determinism(self) -> None:
         """If ``deterministic`` is set, check that the encoding supports deterministic results.
 
-        This reads the checkpoint if ``quantization_encoding`` is None.
-
+        The check reads the checkpoint if ``quantization_encoding`` is None.
         Raises:
             ConfigError: the encoding does not support deterministic results; the message lists those that do.
         """
@@ -257,12 +258,12 @@ class PipelineConfig:
         """Return sampling parameters with defaults for all values that are not given.
 
         Precedence: given values that are not None, ``generation_config.json`` of the checkpoint (if
-        ``use_generation_config`` is set), ``defaults``, OpenAI's defaults (temperature 1, top_p 1, all
-        tokens). A missing seed is drawn at random.
+        ``use_generation_config`` is set), ``defaults``, OpenAI's defaults (temperature 1, top_p 1, no
+        top_k). A missing seed is drawn at random.
 
         Raises:
             InputError: a given value is out of range.
-            CheckpointError: ``generation_config.json`` holds an invalid value.
+            CheckpointError: ``generation_config.json`` is malformed or holds an invalid value.
         """
         from penstock.config.generation import complete_sampling_params
 

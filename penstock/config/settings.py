@@ -32,7 +32,7 @@ class Rule:
     is_allowed: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     convert_text: Callable[[str], object] | None = None
-    """Converts text to a value. Text that it does not recognize is returned unchanged."""
+    """Replaces a text before the conversion to the field's type and the check; None for no replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
 def check_fields(config: object) -> None:
     """Check all fields of a configuration object.
 
-    Values of similar types, such as numpy scalars, are converted to the types of the fields.
+    Values of other accepted types, such as numpy scalars and lists, are converted to the types of the fields.
 
     Raises:
         ConfigError: a field has a wrong type or an invalid value; the message names the field.

@@ -19,12 +19,12 @@ class SpeculativeConfig:
     speculative_method: str | None = setting(
         None,
         one_of("ngram", "draft_model"),
-        "Source of draft tokens. ngram copies the tokens after the last occurrence of the current n-gram in "
-        "the text. draft_model runs draft_model_path, a small model with the same tokenizer. By default "
-        "draft_model if draft_model_path is set, otherwise no speculation.",
+        "Source of draft tokens. ngram finds an earlier occurrence of the last tokens, and copies the tokens "
+        "that follow it. draft_model runs draft_model_path, a small model with the same tokenizer. By "
+        "default draft_model if draft_model_path is set, otherwise no speculation.",
     )
     draft_model_path: str | None = setting(
-        None, TEXT, "The draft model: a checkpoint's folder or a model's id on the Hugging Face hub."
+        None, TEXT, "The draft model: a checkpoint's folder, a GGUF file or an id on the Hugging Face hub."
     )
     draft_quantization_encoding: str | None = setting(
         None, TEXT, "Encoding of the draft model's weights; by default the encoding of its checkpoint."
@@ -32,16 +32,16 @@ class SpeculativeConfig:
     num_speculative_tokens: int = setting(
         8,
         Rule("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
-        "Maximum number of draft tokens per step.",
+        "Maximum number of draft tokens per request and step.",
     )
     adaptive_speculation: bool = setting(
         True,
         FLAG,
         "Draft fewer tokens, or none, if the measured acceptance rate and step times show that more drafts "
-        "would not be faster. false always drafts num_speculative_tokens. The output is the same.",
+        "would not be faster. false drafts up to num_speculative_tokens in every step.",
     )
     ngram_min: int = setting(2, COUNT, "Minimum number of matching tokens for ngram to draft.")
-    ngram_max: int = setting(4, COUNT, "Maximum number of tokens that ngram matches.")
+    ngram_max: int = setting(4, COUNT, "Length in tokens of the longest n-gram that ngram looks up.")
 
     def __post_init__(self) -> None:
         check_fields(self)

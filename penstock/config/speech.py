@@ -58,8 +58,8 @@ class SpeechConfig:
     audio_chunk_frames: int | None = setting(
         None,
         COUNT,
-        "Number of codec frames in each chunk of an audio stream; by default chunks have 0.15 seconds at "
-        "first and grow to 2 seconds.",
+        "Number of codec frames in each chunk of an audio stream; by default the first chunk has 0.15 "
+        "seconds, and later chunks have up to 2 seconds.",
     )
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class StructuredOutputConfig:
     max_symbols: int = setting(
         500_000,
         COUNT,
-        "Maximum number of symbols in the compiled rules of a grammar.",
+        "Maximum number of symbols in the compiled rules of a grammar, with llguidance.",
         flat_name="max_grammar_symbols",
     )
     mask_items: int = setting(

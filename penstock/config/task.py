@@ -35,11 +35,11 @@ _EMBEDDINGS_SUFFIXES = (
 def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> PipelineTask:
     """Return the task of a checkpoint.
 
-    A checkpoint in the layout of sentence-transformers (``modules.json`` or ``1_Pooling``) is an embeddings
-    model. Otherwise the first entry of ``architectures`` determines the task. Encoders, models without a
-    head and sequence classifiers are embeddings models. ``*ForCausalLM`` generates audio if the checkpoint
-    has ``speech_config.json`` or the tokens of a speech format in its vocabulary, else text. A checkpoint
-    without a known entry generates text.
+    A checkpoint with a module of sentence-transformers in ``modules.json``, or with
+    ``1_Pooling/config.json``, is an embeddings model. Otherwise the first entry of ``architectures``
+    determines the task. Encoders, models without a head and sequence classifiers are embeddings models.
+    ``*ForCausalLM`` generates audio if the checkpoint has ``speech_config.json`` or the tokens of a speech
+    format in its vocabulary. All other checkpoints generate text.
 
     Args:
         checkpoint: a checkpoint's folder, or a GGUF file.

@@ -19,7 +19,7 @@ class VisionConfig:
     encoder_cache_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Size of the cache of encoded images, in bytes; by default 5 % of the memory, at most 256 MiB.",
+        "Size of the cache of encoded images, in bytes; by default 5 % of the free memory, at most 256 MiB.",
     )
     max_images: int = setting(
         32, COUNT, "Maximum number of images of a request.", flat_name="max_images_per_request"

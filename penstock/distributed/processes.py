@@ -2,8 +2,8 @@
 
 Rank 0 is the process that loads the model: a worker, or a program that uses the library. Rank 0 starts one
 process per further rank and has a connection to each. A further rank exits when rank 0 closes this connection
-or ends. For each process, rank 0 has a thread that waits until the process ends, and then makes the
-collectives in shared memory fail on all ranks.
+or ends. For each process, rank 0 has a thread. If the process ends before `RankProcesses.close`, the thread
+makes the collectives in shared memory fail on all ranks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ _RANK_PROGRAM = (
     "from penstock.distributed.processes import main; main()"
 )
 _OPENMP_VARIABLES = {"GOMP_SPINCOUNT": "100"}
-"""Default environment variables of a rank: an idle OpenMP thread spins 100 times before it sleeps."""
+"""Default environment variables of a rank, unless ``OMP_WAIT_POLICY`` is set.
+
+With this value, an idle OpenMP thread spins 100 times before it sleeps.
+"""
 START_TIMEOUT = 600.0
-"""Seconds that rank 0 waits for an event of the other ranks, and another rank for the start of rank 0."""
+"""Seconds that rank 0 waits for an event of the other ranks, and that they wait for the start of rank 0."""
 _END_TIMEOUT = 5.0
 """Seconds that `close` waits for the processes to exit. It then kills the remaining ones."""
 _DIAGNOSIS_TIMEOUT = 2.0
-"""Seconds that `_diagnose` waits for a rank to end. A collective can fail before the process has ended."""
+"""Seconds that `_diagnose` waits for a rank to end. A collective can fail before the rank has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +284,7 @@ def main() -> None:
         status = 0
     except BaseException as error:
         _LOG.debug("rank %d failed", rank, exc_info=True)
-        # Other failures are the consequence of an error that another rank reports.
+        # A `RankFailedError` that this rank did not cause follows from an error that another rank reports.
         if not isinstance(error, RankFailedError) or (ranks is not None and ranks.caused_failure):
             _report_error(store, rank, error)
         status = 1
@@ -305,7 +308,7 @@ def _report_error(store: Store, rank: int, error: BaseException) -> None:
 
 
 def _exit_with_rank_0(store_folder: str) -> None:
-    """End this process when its standard input is closed, which happens when rank 0 ends."""
+    """End this process when its standard input is closed, for example because rank 0 ends."""
     os.read(0, 1)
     shutil.rmtree(store_folder, ignore_errors=True)
     os._exit(1)

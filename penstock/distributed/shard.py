@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.collectives import Collectives
 
 VOCABULARY_UNIT = 16
-"""Tokens per indivisible unit of the vocabulary. The C++ kernels pack weights in panels of as many rows.
+"""Tokens per indivisible unit of the vocabulary.
 
 A vocabulary with fewer whole units than ranks is divided into units of one token.
 """
@@ -65,7 +65,8 @@ class Shard:
         rank: 0 to world_size - 1.
         world_size: number of ranks. With 1, the rank holds whole layers.
         by_expert: whether a rank holds whole experts instead of a part of each expert.
-        collectives: the operations that add and gather the tensors of all ranks; None for one rank.
+        collectives: the operations that add and gather the tensors of all ranks; None if the shard is used
+            only to compute parts, or for one rank.
     """
 
     rank: int = 0
@@ -75,7 +76,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is only one rank. It holds whole layers."""
+        """Whether there is only one rank, which holds whole layers."""
         return self.world_size == 1
 
     def part(self, size: int, name: str, unit: int = 1) -> Part:

@@ -72,7 +72,7 @@ class GrammarCompiler:
     next grammar starts in parallel, so that a large schema does not delay small ones. A grammar that exceeds
     the time limit is rejected, but its thread continues until the compilation ends. If all threads are busy,
     further grammars wait up to the time limit. The cache stores compiled grammars and errors. Above
-    ``config.cache_size`` bytes, it evicts the least recently used entries.
+    ``config.cache_size`` bytes, it evicts the least recently used entries, but keeps at least one.
 
     All methods must be called from the thread that runs the model.
 
@@ -103,15 +103,17 @@ class GrammarCompiler:
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled: it has no grammar, or its matcher is set.
 
-        The first call starts the compilation or queues it, and later calls poll it. When the grammar is
-        compiled, this method gives the context a matcher that has accepted the context's generated tokens.
+        The first call for a grammar that is not cached starts or queues its compilation, and later calls poll
+        it. When the grammar is compiled, this method gives the context a matcher that has accepted the
+        context's generated tokens.
 
         Raises:
             UnsupportedSchemaError: a JSON schema uses an unsupported keyword.
             InputError: the grammar is invalid, too large or too slow to compile, or does not accept the
                 generated tokens.
             UnavailableError: no thread was free within the time limit.
-            UnsupportedFeatureError: the request has no token that ends the output.
+            UnsupportedFeatureError: the grammar has an unsupported construct, or the request has no token
+                that ends the output.
             MissingDependencyError: the library that compiles grammars is not installed.
         """
         if context.grammar is None or context.matcher is not None:
@@ -124,7 +126,7 @@ class GrammarCompiler:
         return True
 
     def close(self) -> None:
-        """Drop waiting grammars and clear the cache. The results of running compilations are dropped."""
+        """Drop waiting grammars and clear the cache. Running compilations continue."""
         self._waiting.clear()
         self._cache.clear()
         self._cache_bytes = 0
@@ -148,7 +150,7 @@ class GrammarCompiler:
         return sorted(stop_token_ids)
 
     def _cached_or_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
-        """Return the compiled grammar; None while it is being compiled."""
+        """Return the compiled grammar; None while its compilation waits or runs."""
         if not self.is_available:
             raise MissingDependencyError(
                 self._backend.library, _EXTRAS[self.config.backend], "structured output"
@@ -226,7 +228,7 @@ class _Job:
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started_at: float | None = None  # None until `backend.prepare` returns; the time limit excludes it
+    started_at: float | None = None  # None until `backend.prepare` returns
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BYTES_PER_GRAMMAR = 160 << 10  # measured size of a small grammar's lexer tables
 _BYTES_PER_CHARACTER = 24  # measured with schemas of 1 to 1,000 properties
-_MAX_THREADS = 4  # of the thread pool that computes masks
+_MAX_THREADS = 4  # maximum threads of the pool that computes masks
 
 
 class LLGuidanceBackend:
@@ -52,7 +52,8 @@ class LLGuidanceBackend:
         """Compile a grammar.
 
         Raises:
-            PenstockError: the grammar is invalid or exceeds a limit, or ``check_time`` raised.
+            PenstockError: the grammar is invalid, allows no output or exceeds a limit, or ``check_time``
+                raised the error.
         """
         from llguidance import LLMatcher
 

@@ -1,4 +1,4 @@
-"""Computes the tokens that the grammars of contexts allow. Matchers are rolled back afterwards."""
+"""Computes the tokens that the grammars of contexts allow. Functions that advance a matcher roll it back."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def grammar_bitmask(
     token.
 
     - Rows of contexts without a grammar, and of contexts whose output has ended, allow all tokens.
-    - Other rows forbid the padding ids of the vocabulary, which have no token.
     - Rows after a draft token that the grammar rejects, or that ends the output, allow all tokens. No token
       is sampled from these rows.
     - Rows whose grammar exceeds a limit allow all tokens. The matcher's `accept_token` raises an error for
       the sampled token, and the error ends only the request of the row.
+    - All other rows forbid the padding ids of the vocabulary, which have no token.
 
     Args:
         contexts: the contexts of the batch.

@@ -22,8 +22,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     token have no bytes.
 
     Raises:
-        UnsupportedFeatureError: the concatenated bytes of tokens are not the text, for example with
-            WordPiece.
+        UnsupportedFeatureError: the bytes of the tokens do not concatenate to the text, as with WordPiece.
     """
     token_reader = _token_reader(json.loads(tokenizer.to_str()))
     added_tokens = tokenizer.get_added_tokens_decoder()

@@ -1,4 +1,4 @@
-"""Imports all modules or subpackages of a package or folder, to find implementations of extension points."""
+"""Imports the modules or subpackages of a package or folder, to find implementations of extension points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def modules_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTyp
 
     Args:
         package: name of the package.
-        folders: folders outside the package, on which no ``__init__.py`` is run.
+        folders: folders outside the package. Their own ``__init__.py`` is not run.
     """
     for parent in (package, *map(_as_package, folders)):
         for module in iter_modules(import_module(parent).__path__):
@@ -31,7 +31,7 @@ def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTy
 
     Args:
         package: name of the package.
-        folders: folders outside the package, on which no ``__init__.py`` is run.
+        folders: folders outside the package. Their own ``__init__.py`` is not run.
     """
     for parent in (package, *map(_as_package, folders)):
         for module in iter_modules(import_module(parent).__path__):

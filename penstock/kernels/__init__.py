@@ -1,7 +1,6 @@
 """Kernels: the operations of a model, and the back ends that compute them.
 
-Only this package, ``driver`` and ``engine`` contain device names. The public names are loaded
-on first use, so that importing this package does not import torch.
+The public names are loaded on first use, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

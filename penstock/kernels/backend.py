@@ -97,7 +97,7 @@ class Backend:
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
-        """Return the bytes of a packed weight in this back end's layout; at least the bytes of its panels."""
+        """Return an upper bound for the bytes of a packed weight in this back end's layout."""
         extra_row_bytes = self.row_bytes(encoding.bits, in_features) - -(-in_features * encoding.bits // 8)
         return encoding.num_bytes(out_features, in_features) + out_features * max(extra_row_bytes, 0)
 
@@ -126,7 +126,7 @@ class BackendRegistry:
             ConfigError: a back end of this name exists.
         """
         if any(record.name == backend.name for record in self.backends):
-            raise ConfigError("kernels", f"{backend.name!r} is registered already: use another name")
+            raise ConfigError("kernels", f"{backend.name!r} exists already: use another name")
         self._registered[backend.name] = backend
 
     def candidates(self, device_type: str, name: str | None = None) -> tuple[Backend, ...]:

@@ -12,12 +12,13 @@ A group has 32 inputs of 64 outputs:
 
 * 1024 bytes: the low four bits of the codes, in the order of `GroupPanels`,
 * for codes of 5 bits: the fifth bits, in the order of `GroupPanels`,
-* for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of 16 inputs. Byte j of a
-  word has the high bits of the inputs j, j + 4, j + 8 and j + 12, from the lowest bits up,
+* for codes of 6 bits: words ``[2, 64]`` of 32 bits. A word has the two high bits of each of 16 inputs. Byte j
+  of a word has the high bits of the inputs j, j + 4, j + 8 and j + 12, from the lowest bits up,
 * except in units of 64 inputs: the scales ``[32 / n, 64]``, where n inputs share a scale, and the minima
   ``[64]`` if the encoding has minima.
 
-Padding is 0. The tensor ``scales`` contains the row scales ``[N]`` of encodings that have them.
+Padding is 0. The tensor ``scales`` contains the row scales ``[N]`` of encodings that have them. In the shapes
+of comments, P is the number of panels and G the number of groups.
 """
 
 from __future__ import annotations

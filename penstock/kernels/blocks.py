@@ -34,8 +34,8 @@ def decode_numbers(kind: BlockKind, codes: Tensor) -> Tensor:
 def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
     """Return the numbers that codes represent, divided by a unit, and the unit.
 
-    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices into a table. Quotients by the
-    latter are rounded to integers. All quotients are multiples of 0.5, so sums of their products with
+    The unit is 1, or ``1 / NumberTable.steps`` for codes that are indices into a table. Quotients of numbers
+    from a table are rounded to integers. All quotients are multiples of 0.5, so sums of their products with
     integers are exact.
     """
     if kind.table is None:
@@ -45,7 +45,7 @@ def _numbers_and_unit(kind: BlockKind, codes: Tensor) -> tuple[Tensor, float]:
 
 
 def decode_scales(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the scales ``[out, ceil(in / group_size)]`` float32, without row scales."""
+    """Return the scales ``[out, ceil(in / kind.scaled_inputs)]`` float32, without row scales."""
     scales = tensors["scales"]
     if kind.scale_type == "e8m0":
         powers = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - 127)
@@ -87,10 +87,11 @@ def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
 def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the product of activations ``x [T, in]`` with a weight in blocks, plus the bias.
 
-    The product is the sum over groups of ``sum(x_q * number) * scale_x * scale - sum(x_q) * scale_x *
-    minimum``, added in float32 in the order of the groups, times the row scale if there is one. Product plus
-    bias is rounded once to the type of x. Numbers from a table are rounded to multiples of
-    ``1 / NumberTable.steps`` before they are multiplied.
+    A group has 32 inputs, or fewer if fewer inputs share a scale. Each group of activations is quantized to
+    integers ``x_q`` with a scale ``scale_x``. The product is the sum over groups of ``sum(x_q * number) *
+    scale_x * scale - sum(x_q) * scale_x * minimum``, added in float32 in the order of the groups, times the
+    row scale if there is one. Product plus bias is rounded once to the type of x. Numbers from a table are
+    rounded to multiples of ``1 / NumberTable.steps`` before they are multiplied.
     """
     size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
@@ -123,7 +124,7 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
 def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
     """Quantize a weight ``[out, in]`` to blocks.
 
-    All weights that share a scale with a NaN or an infinity become NaN.
+    All weights that share a scale or a factor with a NaN or an infinity become NaN.
     """
     inputs, size = weight.shape[1], kind.scaled_inputs
     groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
@@ -180,7 +181,10 @@ def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
 
 
 def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
-    """Return the scales of ``groups [out, G, size]`` for integer codes, and the minima if they exist."""
+    """Return the scales of ``groups [out, G, size]`` for integer codes.
+
+    The result also contains the minima, factors and row scales, if ``kind`` has them.
+    """
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     largest_number = (1 << kind.bits) - 1 - kind.offset
     if kind.min_type is None:

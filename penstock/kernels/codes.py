@@ -1,7 +1,8 @@
 """Arithmetic and panel layouts of integer codes with zero points and of 8-bit floats (E4M3).
 
-The layouts of a weight with N outputs and K inputs are little-endian and contiguous. N and K are rounded up
-to whole panels and groups, and padded with zeros:
+In shapes, T is the number of rows of activations, P the number of panels and G the number of groups. The
+layouts of a weight with N outputs and K inputs are little-endian and contiguous. N and K are rounded up to
+whole panels and groups, and padded with zeros:
 
 * `CodePanels` of 4 bits: ``[N / 64, K / 32, 1216]`` uint8. A group of 32 inputs has 1024 bytes of codes in
   the order of `GroupPanels`, then 64 float16 scales, then 64 zero points (uint8).
@@ -54,8 +55,9 @@ It is near the maximum exponent of float16, 16, so that small scales of the row 
 def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 scales ``[out, G]`` as float16 scales and float32 row scales ``[out]``.
 
-    Row scales are powers of two. A float16 scale times its row scale equals the given scale if that has at
-    most 11 significant bits, as in float16 and bfloat16, and does not underflow in float16.
+    Row scales are powers of two. A float16 scale times its row scale equals the given scale if the given
+    scale has at most 11 significant bits, as in float16 and bfloat16, and the float16 scale does not
+    underflow.
     """
     largest = scales.float().abs().amax(1)
     exponents = torch.frexp(torch.where(largest.isfinite() & (largest > 0), largest, 1.0)).exponent
@@ -119,9 +121,9 @@ def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
 def multiply_codes(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
     """Return the product of activations ``x [T, in]`` with a weight of codes with zero points, plus the bias.
 
-    The product is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, added
-    in float32 in the order of the groups, times the row scale. Product plus bias is rounded once to the type
-    of x.
+    Each group of 32 activations is quantized to integers ``x_q`` with a scale ``scale_x``. The product is the
+    sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, added in float32 in the
+    order of the groups, times the row scale. Product plus bias is rounded once to the type of x.
     """
     in_features = x.shape[1]
     padding = (0, -in_features % GROUP)

@@ -37,14 +37,11 @@ class PackedConv1d:
     linear: PackedLinear | None = None
     """Set for one group: a linear layer ``[out, kernel_size * in]``, inputs sorted by tap, then channel."""
     taps: Tensor | None = None
-    """Set for a depthwise convolution of C channels:
-
-    ``[kernel_size, C]`` float32; ``bias`` is float32, too.
-    """
+    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, and float32 ``bias``."""
     weight: Tensor | None = None
-    """Set for other numbers of groups: ``[out, in / groups, kernel_size]``."""
+    """Set for all other convolutions: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``. None if ``linear`` is set, because the linear layer then contains the bias."""
+    """``[out]``; None if there is no bias, or if ``linear`` contains it."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output rows of a sequence of ``length`` input rows."""
@@ -76,11 +73,11 @@ class PackedConvTranspose1d:
     weight: Tensor | None = None
     """Set for several groups or a dilation: ``[in, out / groups, kernel_size]``."""
     bias: Tensor | None = None
-    """``[out]``. None if ``linear`` is set, because the linear layer then contains the bias."""
+    """``[out]``; None if there is no bias, or if ``linear`` contains it."""
 
     @property
     def inputs_per_output(self) -> int:
-        """Maximum number of input rows that one output row depends on. Exact for a dilation of 1."""
+        """Maximum number of input rows that an output row depends on, for a dilation of 1."""
         return -(-self.kernel_size // self.stride)
 
     def output_length(self, length: int) -> int:

@@ -164,7 +164,7 @@ def test_a_back_end_that_cannot_run_is_skipped_by_default_and_refused_by_name() 
     assert registry.open("cpu")[0].name != "broken"
     with pytest.raises(ConfigError, match="the broken kernels cannot run on this machine"):
         registry.open("cpu", "broken")
-    with pytest.raises(ConfigError, match="'cpu' is registered already"):
+    with pytest.raises(ConfigError, match="'cpu' exists already"):
         registry.register(unusable_backend("cpu"))
     assert "broken" not in {backend.name for backend in BACKENDS.backends}
 

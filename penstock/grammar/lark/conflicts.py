@@ -104,7 +104,7 @@ def _longer_matches(
     conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
     start = nfa.closure([nfa.start_states[name] for name in sorted(lexeme_names)])
-    visited_groups, pending = {start}, [start]
+    visited_state_sets, pending = {start}, [start]
     while pending:
         states = pending.pop()
         if states != start:
@@ -118,10 +118,10 @@ def _longer_matches(
                     if any(mask & follow_mask for mask, _ in nfa.edges[state]):
                         conflicts.setdefault(nfa.lexeme_by_state[state], ending_lexeme)
         for targets in _successors(nfa, states):
-            next_state = nfa.closure(targets)
-            if next_state not in visited_groups:
-                visited_groups.add(next_state)
-                pending.append(next_state)
+            next_states = nfa.closure(targets)
+            if next_states not in visited_state_sets:
+                visited_state_sets.add(next_states)
+                pending.append(next_states)
     return {
         name: ending_lexeme for name, ending_lexeme in conflicts.items() if nfa.num_states_by_lexeme[name] > 1
     }, overlapping
@@ -324,7 +324,10 @@ class _Nfa:
         return end
 
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
-        """Add an Aho-Corasick automaton of the node's words, with one state per prefix of a word."""
+        """Add an Aho-Corasick automaton of the node's words.
+
+        It has one state for each prefix of a word, except prefixes that end with a word.
+        """
         words = [word for word in _literal_texts(node) if word]
         prefixes = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
         end = self._add_state()

@@ -40,7 +40,7 @@ class Alt:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``min_count`` to ``max_count`` repetitions of a part. None means unbounded."""
+    """``min_count`` to ``max_count`` repetitions of a part. If ``max_count`` is None, there is no maximum."""
 
     part: Node
     min_count: int
@@ -108,8 +108,8 @@ def sequence(parts: Iterable[Node]) -> Node:
 def choice(options: Iterable[Node]) -> Node:
     """Return a choice, with nested choices joined, equal options removed and common suffixes shared.
 
-    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a string or a reference. Otherwise, in a chain of rules
-    that each refer twice to the next rule, expansion would double the size at every level.
+    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a string or a reference. Without this step, in a chain of
+    rules that each refer twice to the next rule, expansion would double the size at every level.
     """
     flat_options: dict[Node, None] = {}
     for option in options:

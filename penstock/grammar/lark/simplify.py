@@ -27,7 +27,8 @@ from penstock.grammar.lark.nodes import (
 def simplified(rules: Rules, root: str) -> Rules:
     """Return the rules that ``root`` uses and that match some finite text.
 
-    In the result, loops replace left and right recursion, and repetitions replace chains of rules.
+    In the result, loops replace rules with direct left or right recursion, and repetitions replace chains of
+    rules that each add the same part.
 
     Raises:
         InputError: ``root`` matches no finite text.

@@ -24,7 +24,7 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import post_order, simplified, unrolled
 
-MAX_UNROLLED = 12  # maximum levels of recursion in a grammar that is written as one lexeme
+MAX_UNROLLED = 12  # maximum levels of recursion in a grammar that is written without recursion
 MAX_RULE_DEPTH = 3_000  # maximum length of a chain of rules; llguidance recurses once per rule
 
 
@@ -56,7 +56,10 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
 
 def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
-    """Return the grammar as a single lexeme, in which recursion is limited to `MAX_UNROLLED` levels."""
+    """Return the division of the grammar without recursion, as one lexeme if possible.
+
+    Texts with more than `MAX_UNROLLED` levels of recursion are excluded.
+    """
     try:
         bounded_rules = simplified(unrolled(rules, root, MAX_UNROLLED), root)
         return divide(bounded_rules, root, check_time, ANY_SIZE)
@@ -131,9 +134,12 @@ class _Writer:
 _ANY_TEXT = "/(?s:.*)/"  # any text
 
 
-def _text_without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
-    """Return an expression for the texts that do not end with one of ``words`` and a match of ``suffix``."""
-    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix}/"
+def _text_without(words: tuple[str, ...], rest: str = "(?s:.*)") -> str:
+    """Return an expression for the texts that do not end with a word followed by a match of ``rest``.
+
+    By default, these are the texts that contain none of ``words``.
+    """
+    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){rest}/"
 
 
 def _operator_text(node: Node, write_node: object) -> str:

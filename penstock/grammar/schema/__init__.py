@@ -1,7 +1,7 @@
 """Converts the grammars of requests to EBNF.
 
-This package imports neither a grammar library nor torch. The
-server process can therefore reject unsupported grammars before it submits a request to a worker.
+This package imports neither a grammar library nor torch. The server process can therefore reject unsupported
+grammars before it submits a request to a worker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes automata of texts within a length bound that match all required and no excluded expressions.
 
 States are built from partial derivatives (Antimirov 1996). A position is the part of an expression that is
-not matched yet. A state is the set of positions that a text can reach. Repetitions are expanded only when a
-state reaches them, so a large bound such as {0,100000} takes no time or memory by itself.
+not matched yet. A state has the positions that a text can reach in each expression, and the text's length.
+Repetitions are expanded only when a state reaches them, so a bound such as {0,100000} takes little memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def intersection(
     Returns None if there is no such text.
 
     Raises:
-        TooLargeError: the automaton has more than `MAX_STATES` states, or exceeds another limit here.
+        TooLargeError: the automaton has more than `MAX_STATES` states, or exceeds a limit of this module.
     """
     product = _Product(required, excluded, bound)
     start = product.start
@@ -366,7 +366,7 @@ def _predecessors(automaton: Automaton) -> list[list[int]]:
 
 
 def _classes_by_length(automaton: Automaton) -> list[int]:
-    """Return a class for each state, by the minimum and maximum number of characters that can follow.
+    """Return a class for each state, by `accepting` and the fewest and the most characters that can follow.
 
     Equivalent states are in the same class. Without these initial classes, the refinement would need one
     round per character of the longest text.

@@ -34,10 +34,10 @@ class Counting:
     maximum length.
 
     A *detour* is a path from a state with a loop over other states back to the state with the loop, such as
-    an escaped character in a URI. `detours` has at most one detour per state, without branches and of at most
-    5 characters. After the first detour of a state, one repetition is a loop character or a detour, and
-    counts as the length of the detour. Otherwise the remaining length would decrease by a block at every
-    detour.
+    an escaped character in a URI. `detours` has at most one detour per state, without branches and no longer
+    than 5 characters or a block. After the first detour of a state, a repetition is one loop character or one
+    detour, and either counts as many characters as the detour has. Otherwise the remaining length would
+    decrease by a block at every detour.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
@@ -87,7 +87,10 @@ class Counting:
         )
 
     def exits(self, counted_state: _CountedState, remaining: int) -> Iterator[tuple[Ranges, _CountedState]]:
-        """Yield (characters, counted state) for each transition to another state, except repeated detours."""
+        """Yield (characters, counted state) for each transition to another state.
+
+        After the first detour, the transition into the detour is left out.
+        """
         detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
         for ranges, target in self.automaton.transitions[counted_state.state]:
             if target in (counted_state.state, detour_state):
@@ -154,8 +157,8 @@ class Counting:
 def make_counting(automaton: Automaton, max_count: int) -> Counting | None:
     """Return the counted states of an automaton for a maximum length of ``max_count`` characters.
 
-    The block size is the smallest power of two that results in at most `_MAX_SMALL_BLOCK_STATES` states. If
-    there is none, it is the largest block size.
+    The block size is the smallest power of two that results in at most `_MAX_SMALL_BLOCK_STATES` states, or
+    else the largest block size.
 
     Returns None if even the largest blocks result in more than `MAX_COUNTED_STATES` states, or if no text is
     short enough.

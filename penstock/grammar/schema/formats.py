@@ -34,7 +34,7 @@ def _leap_seconds() -> tuple[str, str]:
     """Return two expressions of local times equal to 23:59:60 UTC, a leap second.
 
     In the first expression, the local day is the UTC day. In the second expression, the local day is the day
-    after the UTC day. UTC offsets are multiples of half an hour.
+    after the UTC day. The expressions contain only UTC offsets that are multiples of half an hour.
     """
     same_day = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
     next_day = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]

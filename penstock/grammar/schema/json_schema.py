@@ -43,7 +43,7 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
       ``additionalProperties`` or ``patternProperties``, no other properties are allowed.
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
     - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
-      no escapes.
+      no escapes, and strings with a minimum length above 256 have none up to this length.
     - White space is allowed only after ``{ [ , :`` and before ``] }``, at most 20 characters in each place.
     - Unique items with more than 8 values come in the order of the schema, except in short arrays.
     - Rare forms of formats are excluded (`formats`). If the exact grammar of a format or pattern with a
@@ -53,11 +53,11 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
         schema: the result of ``json.loads``.
         compact: allow no white space.
         escaped: characters that strings contain only as escapes, because the surrounding format gives them a
-           meaning.
+            meaning.
 
     Raises:
         UnsupportedSchemaError: a keyword is not supported.
-        InputError: the schema is malformed, or no value satisfies it.
+        InputError: the schema is malformed or too large, or no value satisfies it.
     """
     return _Writer(Reader(schema), compact, escaped).text()
 

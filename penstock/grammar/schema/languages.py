@@ -35,7 +35,7 @@ _SIMPLE_LENGTH = 63
 
 @lru_cache(maxsize=128)
 def string_language(string_shape: StringShape) -> Language | None:
-    """Return the strings of a shape with conditions; None if no string satisfies the conditions.
+    """Return the strings of a shape with conditions; None if the shape has no strings.
 
     The result is exact if `_with_length_bound` returns it or if its automaton is small. Otherwise it may
     exclude strings near a maximum length, rare forms of a format (`formats.SIMPLE_FORMATS`), and strings in

@@ -88,12 +88,11 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 
 
 def numbers_between(bounds: Bounds) -> str | None:
-    """Return an expression for the numbers in an interval; None if there are none.
+    """Return an expression for the numbers in an interval; None if it matches no number.
 
-    Only without bounds, the numbers may have exponents.
-
-    If a bound has 15 or more digits before the decimal point, only numbers from -10**9 to 10**9 may have a
-    fraction.
+    With a bound, the numbers have no exponent and at most `_MAX_FRACTION_DIGITS` digits after the decimal
+    point. If a bound has 15 or more digits before the decimal point, only numbers from -10**9 to 10**9 may
+    have a fraction.
     """
     if bounds.low is None and bounds.high is None:
         return ANY_NUMBER
@@ -173,7 +172,7 @@ def _decimals(bounds: Bounds) -> Iterator[str]:
         return
     max_digits = _MAX_FRACTION_DIGITS
     if bounds.excludes_low or bounds.excludes_high:
-        # A number with more digits that is close to an excluded bound would be the same float as the bound.
+        # A number with more digits that is close to an excluded bound could be the same float as the bound.
         integer = max(int(bounds.low), int(bounds.high or 0))
         max_digits = max(_EXACT_DIGITS - len(str(integer)), 1)
     low, low_fraction = _integer_and_fraction(bounds.low)

@@ -99,8 +99,8 @@ def _is_never(conjunction: Conjunction) -> bool:
 def _are_disjoint(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
     """Return whether two shapes are known to have no common value.
 
-    ``depth`` is the number of enclosing objects; the required properties of objects at depth 3 are not
-    compared.
+    ``depth`` is the number of enclosing objects. At depth 3, the values of properties that both objects
+    require are not compared.
     """
     if isinstance(b, Literal):
         a, b = b, a

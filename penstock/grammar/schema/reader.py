@@ -87,7 +87,8 @@ class Reader:
     def _listed_values(self, node: SchemaNode, depth: int = 0) -> list[object] | None:
         """Return the values of ``const`` or ``enum`` of the schema, or else of its ``$ref`` or ``allOf``.
 
-        Returns None if none of these schemas has ``const`` or ``enum``.
+        Values that UTF-8 cannot encode are left out. Returns None if none of these schemas has ``const`` or
+        ``enum``.
         """
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:

@@ -112,7 +112,11 @@ def _without_end_anchors(
 def _without_anchors(
     option: RegexNode, starts: bool, ends: bool, pattern: str, uses_union: bool
 ) -> RegexNode:
-    """Remove the anchors of a top-level alternative. Add "any text" at each end without an anchor."""
+    """Remove the anchors of a top-level alternative.
+
+    Add "any text" at the start unless it has an anchor or ``starts`` is set, and at the end unless it has an
+    anchor or ``ends`` is set.
+    """
     parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
     while parts and parts[0] == Anchor("^"):
         starts = True
@@ -256,7 +260,7 @@ class _Parser:
     def _class(self) -> RegexNode:
         is_complement = self._skip_character("^")
         ranges: list[tuple[int, int]] = []
-        # Characters that a member may have in only one dialect. A negated class excludes them.
+        # Characters that a member may have in only one dialect.
         either_dialect_ranges: list[tuple[int, int]] = []
         while not self._skip_character("]"):
             member, in_either = self._member()

@@ -29,7 +29,7 @@ class RegexAlt:
 
 @dataclass(frozen=True, slots=True)
 class RegexRepeat:
-    """``min_count`` to ``max_count`` repetitions of a part. None means unbounded."""
+    """``min_count`` to ``max_count`` repetitions of a part. If ``max_count`` is None, there is no maximum."""
 
     part: RegexNode
     min_count: int

@@ -29,7 +29,7 @@ class _Requirements:
 
     key: tuple[str, ...]  # the conjunction whose union of shapes contains the shape
     required_keys: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
-    # Conjunctions of optional properties, ``num_missing`` of which must be satisfiable.
+    # Conjunctions of optional properties. At least ``num_missing`` of them must be satisfiable.
     optional_keys: Counter[tuple[str, ...]]
     num_missing: int
 

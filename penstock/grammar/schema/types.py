@@ -34,7 +34,7 @@ from penstock.grammar.schema.shapes import (
     StringShape,
 )
 
-# Keywords whose schemas apply to the value of the schema itself.
+# Keywords whose schemas apply to the same value as the schema that has the keyword.
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired")
 
 
@@ -81,7 +81,7 @@ def _numeric(node: SchemaNode, is_integer: bool) -> Numeric:
         return Numeric(bounds, is_integer)
     if factor != int(factor) or factor <= 0:
         raise UnsupportedSchemaError(
-            "multipleOf", node.where, f"only whole numbers are supported, was {factor}"
+            "multipleOf", node.where, f"only whole numbers of at least 1 are supported, was {factor}"
         )
     return Numeric(bounds, True, int(factor), node.where)
 

@@ -10,7 +10,7 @@ from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # maximum number of sets of used values without a prefix; each set is one rule
+MAX_SUBSETS = 256  # maximum sets of used values in an array without a prefix; each set is one rule
 MAX_VALUES = 1000  # maximum number of possible values of an item
 
 
@@ -33,8 +33,8 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
     """Return the distinct values of a conjunction: listed values, and integers between two bounds.
 
-    Returns None if some values are not listed, or if the bounds of integers are more than `MAX_VALUES` steps
-    of ``multipleOf`` apart.
+    Returns None if the conjunction allows any other values, or if the bounds of integers are more than
+    `MAX_VALUES` steps of ``multipleOf`` apart.
     """
     values_by_key: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
@@ -74,7 +74,7 @@ class UniqueWriter:
         self._comma = comma
 
     def items(self, shape: Array) -> str | None:
-        """Return the expression of the items, without brackets; None if the bounds cannot be satisfied.
+        """Return the expression of the items, without brackets; None if no array is possible.
 
         Raises:
             UnsupportedSchemaError: the possible values of an item are not listed or are more than

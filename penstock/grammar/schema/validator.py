@@ -60,7 +60,7 @@ class Validator:
         self._depth = 0
 
     def accepts(self, node: SchemaNode, value: object) -> bool:
-        """Return whether a value satisfies a schema; False if the result depends on the regex dialect.
+        """Return whether a value satisfies a schema; False if the result may depend on the regex dialect.
 
         Raises:
             UnsupportedSchemaError: a keyword is not supported, or schemas are nested too deeply.

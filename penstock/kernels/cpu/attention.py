@@ -233,7 +233,10 @@ class CpuAttention(CpuExperts):
         scale: float,
         bias: Tensor | None,  # [H, 2P - 1 + 2 * _BIAS_PADDING]
     ) -> Tensor:  # [T, H, D]
-        """Call the kernel for sequences of up to `_ENCODER_BLOCK` tokens."""
+        """Call the kernel for sequences of up to `_ENCODER_BLOCK` tokens.
+
+        P is at least the length of the longest sequence.
+        """
         out = self._empty(q.shape, q.dtype)
         rows, heads, dim = q.shape
         is_long = rows * _ENCODER_BLOCK * heads * dim > LONG_KERNEL
@@ -273,7 +276,7 @@ class CpuAttention(CpuExperts):
         """Call the kernel for attention over the paged KV cache.
 
         A query attends to up to ``keys_ahead`` keys after its position. If ``keys_ahead`` is 0, attention is
-        causal.
+        causal. P is at least the length of the longest sequence.
         """
         cache, block_tables = kv.cache, kv.block_tables
         _, num_blocks, kv_heads, block_size, dim = cache.shape

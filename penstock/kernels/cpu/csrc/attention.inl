@@ -5,19 +5,19 @@
 // The queries are those of consecutive rows and of query heads that share the kv head. Keys are processed in tiles of
 // TILE keys. Each chunk of CHUNK keys has a partial softmax, and the partial softmaxes are merged in order of position.
 // Tiles and chunks start at multiples of their size, counted from position 0. The bits of a query's result therefore do
-// not depend on its batch, the chunks of its prefill, or the number of threads. If several threads have fewer than 4
-// items each, and an item may have more than 2 chunks, each chunk of an item is a separate task.
+// not depend on its batch, the chunks of its prefill, or the number of threads. If there are several threads and fewer
+// than 4 items per thread, and an item may have more than 2 chunks, each chunk of an item is a separate task.
 //
-// An item with more than FEW_QUERIES queries packs each tile of keys and values once for all its queries. Most items
-// with fewer queries load keys and values into registers without packing. Both variants do the same additions in the
-// same order and give the same bits.
+// An item with more than FEW_QUERIES queries packs each tile of keys and values once for all its queries. Other items
+// load keys and values into registers without packing, except in products of type WidenedPairs. Both variants do the
+// same additions in the same order and give the same bits.
 
 constexpr int64_t TILE = 64;    // keys
 constexpr int64_t CHUNK = 512;  // keys
-// Minimum and maximum number of queries of an item if the longest sequence is long and all queries of a sequence see
-// the same keys. Each item packs its keys and values, so fewer and larger items pack less in total.
+// Smallest and largest limit on the queries of an item if the longest sequence is long and all queries of a sequence
+// see the same keys. Each item packs its keys and values, so fewer and larger items pack less in total.
 constexpr int64_t MANY_QUERIES = 128, MAX_QUERIES = 512;
-constexpr int64_t ITEMS_PER_THREAD = 8;  // an item may have more than MANY_QUERIES if each thread gets this many items
+constexpr int64_t ITEMS_PER_THREAD = 8;  // the limit exceeds MANY_QUERIES if each thread still gets this many items
 // Maximum number of queries of an item in all other cases: short sequences, and queries that see different keys. An
 // item computes the scores of all its queries with all its keys, including masked keys, so larger items would compute
 // more masked scores. The constant is also the maximum number of heads of an item.
@@ -32,7 +32,8 @@ struct Attention {
   const int32_t *tables, *row_offsets, *lengths;
   const float* sinks;  // [H] or null
   const float* bias;   // [H, ...] or null: bias[h * bias_head + key - query] is added to a scaled score
-  int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
+  int64_t B, H, N, K, S, D;  // sequences, query heads, cache blocks, kv heads, tokens per block, head size
+  int64_t q_row, q_head, table_stride;
   int64_t window;     // number of keys that a query sees up to its own position; 0: all
   int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
   int64_t keys_ahead; // number of keys after its position that a query sees; 0: causal attention
@@ -52,7 +53,7 @@ struct Items {
   int64_t heads, head_tiles;   // heads per item; items per kv head
   int64_t rows;                // maximum number of rows per item
   int64_t* first;              // [B + 1]: number of the first item of each sequence
-  int64_t count, max_chunks;   // number of items; maximum number of chunks of an item
+  int64_t count, max_chunks;   // number of items; upper bound for the number of chunks of an item
 };
 
 struct Item {
@@ -97,7 +98,7 @@ static Item find_item(const Attention& a, const Items& items, int64_t number) {
     int64_t middle = (b + end) / 2;
     (items.first[middle] <= number ? b : end) = middle;
   }
-  // Items with the last rows of a sequence have the lowest numbers and start first, because they see the most keys.
+  // Of the items of a sequence, those with the last rows start first, because they see the most keys.
   int64_t index = items.first[b + 1] - 1 - number;
   Item item;
   item.b = b;

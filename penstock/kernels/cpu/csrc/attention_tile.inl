@@ -58,7 +58,7 @@ struct PartialSoftmax {
   static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
   PartialSoftmax(float* memory, int64_t M, int64_t Dp)
       : out(memory), sum_exp(memory + M * Dp), max_score(memory + M * (Dp + W)) {}
-  // Returns the partial softmax without the first queries, in the same memory.
+  // Returns the partial softmax without the first `queries` queries, in the same memory.
   INLINE_MEMBER PartialSoftmax skip_queries(int64_t queries, int64_t Dp) const {
     PartialSoftmax rest = *this;
     rest.out += queries * Dp, rest.sum_exp += queries * W, rest.max_score += queries;
@@ -91,7 +91,7 @@ template <class P> struct PackedOperands {
     q_scales = memory, memory += M;
     factors = memory;
   }
-  // Returns the operands without the first queries. Only the pointers to queries, q_scales and factors advance: scores
+  // Returns the operands without the first `queries` queries. Only the pointers q, q_scales and factors advance: scores
   // and weights of the remaining queries overwrite those of the first.
   INLINE_MEMBER PackedOperands skip_queries(int64_t queries, int64_t D) const {
     PackedOperands rest = *this;
@@ -125,8 +125,8 @@ INLINE void store_shorts(uint32_t* units, int64_t i, vf x) {
   _mm256_storeu_si256((__m256i*)((int16_t*)units + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 
-// Quantizes a query to 15-bit integers. The error is below the rounding error of bfloat16, and a sum of up to 1024
-// products with bytes fits in 32 bits. The scale of a query with a NaN or an infinity is NaN.
+// Quantizes a query to 15-bit integers. The error is below the rounding error of bfloat16 for the largest number, and a
+// sum of up to 1024 products with bytes fits in 32 bits. The scale of a query with a NaN or an infinity is NaN.
 INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
   constexpr float LIMIT = 16383;
   vf maxima = {}, zero_or_nan = {};
@@ -301,7 +301,7 @@ INLINE void store_weights(float* weights, const vf (&exponentials)[COUNT], const
 #if PENSTOCK_DOT
 INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
 INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
-// The next two functions add the rounded weights instead of the exponentials, because the products use the former.
+// The next two functions add the rounded weights, which the products use, instead of the exponentials to the total.
 template <int COUNT>
 INLINE void store_weights(uint32_t* weights, const vf (&)[COUNT], const vf (&weighted)[COUNT], vf& total, float&,
                           Pairs) {

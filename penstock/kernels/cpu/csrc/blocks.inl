@@ -5,11 +5,11 @@
 // integers 12 + 2 * number.
 //
 // Rows of x are quantized as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
-// scale * sum(code * x) - minimum * sum(x). Each output is one chain of additions in the order of the groups.
+// scale * sum((code - offset) * x) - minimum * sum(x). An output is one chain of additions in the order of the blocks.
 //
 // The codes of nf4 and fp4 are indices into a table of 16-bit numbers. The table is stored as one table of the low
-// bytes and one of the high bytes. With AVX-512, each is multiplied with x, and the products are added. Otherwise the
-// bytes are joined to 16-bit numbers first.
+// bytes and one of the high bytes. With AVX-512, the low and the high bytes are multiplied with x separately, and the
+// products are added. Otherwise the bytes are joined to 16-bit numbers first.
 //
 // A unit of a panel has GROUPS groups of GROUP inputs, then the factors, or the scales of nf4 and fp4. A group has the
 // low four bits of the codes as in int4, then the higher bits (one word per output for 5 bits, two for 6 bits), the
@@ -156,7 +156,7 @@ template <class Kind> struct Blocks {
   static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
-  // Returns the operand of the products for one half of a step. `low` has the lower four bits of the codes.
+  // Returns the operand of the products for one half of a step of 8 inputs. `low` has the low four bits of the codes.
   INLINE auto make_operand(vu low, const char* w, int step, int half, int v) {
     if constexpr (HAS_TABLE) return look_up_numbers(NUMBER_TABLES[KIND.table], low);
     else return add_high_bits(low, w, step, half, v);
