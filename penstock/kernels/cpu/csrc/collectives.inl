@@ -1,5 +1,5 @@
-// Collectives between the ranks of one host, in memory that the ranks share: `SharedRegion` in
-// penstock/distributed/region.py. The last kernel looks up tokens in a rank's part of an embedding table.
+// Collectives between the ranks of one host, in memory that the ranks share (`SharedRegion` in
+// penstock/distributed/region.py). The last kernel looks up tokens in a rank's part of an embedding table.
 //
 // A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
 // message n, each rank
@@ -10,7 +10,7 @@
 // A rank publishes n + 1 only after it has read the messages n of all ranks. A rank writes message n + 2 into buffer n
 // & 1 only after all ranks have published n + 1, so it never overwrites a message that another rank still reads.
 
-constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
+constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // maximum ns between two checks of a waiting rank for an abort
 
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
@@ -42,7 +42,7 @@ static void publish(Region* region, int64_t rank, int64_t message) {
 #endif
 }
 
-// Waits until a rank has published a message. Returns false if the collectives are aborted or the time limit is
+// Waits until `rank` has published `message` or a later message. Returns false if the collectives are aborted or the time limit is
 // exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
   RankControl& other = rank_control(region, rank);
