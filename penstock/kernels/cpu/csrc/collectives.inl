@@ -42,8 +42,8 @@ static void publish(Region* region, int64_t rank, int64_t message) {
 #endif
 }
 
-// Waits until `rank` has published `message` or a later message. Returns false if the collectives are aborted or the time limit is
-// exceeded. Exceeding the time limit aborts the collectives of all ranks.
+// Waits until `rank` has published `message` or a later message. Returns false if the collectives are aborted or the
+// time limit is exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
   RankControl& other = rank_control(region, rank);
   auto is_there = [&]() __attribute__((always_inline)) {

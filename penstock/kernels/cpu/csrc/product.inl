@@ -104,7 +104,8 @@ static bool dot_is_slow() {
 #endif
 
 // begin_sum sets `sum` to its start value for W elements of C at `c`, and end_sum stores the sum there. With `add` the
-// sum is added to the elements. Integer sums are stored as integers, or multiplied by `factor` when they are added to floats.
+// sum is added to the elements. Integer sums are stored as integers, or multiplied by `factor` when they are added to
+// floats.
 INLINE void begin_sum(vf& sum, const float* c, bool add) { sum = add ? load(c) : vf{}; }
 INLINE void begin_sum(vi& sum, const float*, bool) { sum = vi{}; }
 INLINE void end_sum(vf sum, float* c, bool, float) { store(c, sum); }

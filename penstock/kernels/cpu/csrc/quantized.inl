@@ -8,7 +8,7 @@
 // bytes, which are multiplied separately, hold their excess.
 
 constexpr int64_t GROUP = 32;                  // inputs
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store results directly if those of the layer have fewer bytes
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store results directly if the layer's have fewer bytes
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
 // ---- quantization of rows to 8 bits ----
@@ -125,8 +125,8 @@ INLINE uint32_t lanes_at_least(vu a, vu b) {
 }
 
 // Returns the number of extras that n numbers multiplied by `inverse` need. The magnitudes of the products are at most
-// 127 * `range`. An integer of at least 127 k + 1 needs at least k extras. A count above `max_extras` may be too small, because
-// counting stops there.
+// 127 * `range`. An integer of at least 127 k + 1 needs at least k extras. A count above `max_extras` may be too small,
+// because counting stops there.
 template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t max_extras) {
   int64_t count = 0;
   for (int32_t k = 1; k <= range && count <= max_extras; k++) {

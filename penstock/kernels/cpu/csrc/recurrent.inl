@@ -3,7 +3,7 @@
 
 constexpr int64_t MAX_KERNEL = 8;      // largest width of the convolution
 constexpr int64_t MAX_KEY_DIM = 256;   // largest size of a key head
-constexpr int64_t NUM_SAVES = 2;       // saves [B, NUM_SAVES, 2]: a number of rows after which to save the state, and a slot
+constexpr int64_t NUM_SAVES = 2;       // saves [B, NUM_SAVES, 2]: save the state after this number of rows in this slot
 constexpr int64_t TILE_VECTORS = 4;    // vectors of columns of a state that one piece of work updates
 
 INLINE vf sigmoid(vf x) { return 1 / (1 + exp(-x)); }

@@ -18,8 +18,8 @@ INLINE vd load(const double* p) {
 }
 INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// Returns e^x for x <= 0 with an error of at most 2 ulp; 0 for x <= -708. Like the float version in vector.h, but with a
-// longer Taylor sum.
+// Returns e^x for x <= 0 with an error of at most 2 ulp; 0 for x <= -708. Like the float version in vector.h, but with
+// a longer Taylor sum.
 INLINE vd exp(vd x) {
   const double shift = 6755399441055744.0;  // 1.5 * 2^52
   vd shifted = x * 1.4426950408889634 + shift;

@@ -54,9 +54,10 @@ def keep_inputs(
     inputs, x, slots, saves, row_offsets, lengths, width, stride,
     KEPT: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs before the end of the step, and before each saved row, to their states.
+    """Write the last KEPT inputs of a sequence to its state.
 
-    Grid: sequences, tiles of WIDTH channels.
+    For each save, write also the last KEPT inputs up to the saved row to the state of the save. Grid:
+    sequences, tiles of WIDTH channels.
     """
     launch_next_and_wait(PDL)
     sequence = tl.program_id(0)
