@@ -2,7 +2,7 @@
 
 This module defines in torch the layouts that the C++ kernels read. All are little-endian and contiguous. N is
 the number of outputs, rounded up to whole panels. K is the number of inputs, rounded up to a multiple of the
-inputs that a layout stores together: 1, 2, 4 or 32. The padding has zero weights:
+inputs that a layout stores together: 1, 2, 4 or 32. Padding weights are 0. The layouts are:
 
 * `FloatPanels` with 1 term: ``[N / 64, K, 64]``.
 * `FloatPanels` with 2 terms: ``[N / 64, K / 2, 64, 2]``. Two inputs are adjacent, as the dot product

@@ -135,7 +135,7 @@ static void run(const GatedActivation& a, const Team& team) {
 }
 KERNEL(gated_activation, GatedActivation)
 
-struct TakeRows {  // copies the rows indices [n] of table [rows, bytes] to out [n, bytes]; table's stride in bytes
+struct TakeRows {  // copies the rows `indices` [n] of table [rows, bytes] to out [n, bytes]; the stride is in bytes
   const char* table;
   const int64_t* indices;
   char* out;

@@ -1,5 +1,5 @@
-// Linear layers: y [rows, N] = x [rows, K] w^T + bias, for any number of rows. The weights are packed in panels of 64
-// outputs (kernels/panels.py).
+// Linear layers: y [rows, N] = x [rows, K] w^T + bias, for any number of rows. An activation can follow. The weights
+// are packed in panels of 64 outputs (kernels/panels.py).
 //
 // A panel is divided into blocks of consecutive inputs. A tile multiplies a few rows of x by a block, with the sums in
 // registers. All tiles multiply a block while it is in the core's cache, and the first tiles prefetch the next block.

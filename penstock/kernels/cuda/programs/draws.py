@@ -38,7 +38,7 @@ def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
     Args:
         thresholds: ascending numbers between ``low`` and ``high``.
         amounts: the amount of the tokens above each of ``thresholds``.
-        target_amount: the target, an amount.
+        target_amount: the target amount.
         low: the smallest possible threshold.
         high: the largest possible threshold.
         amount_above: the amount of the tokens above ``high``.

@@ -104,9 +104,9 @@ def select(
     """For some chunks of a row, list the tokens that top_k or top_p may keep, and write the number of them.
 
     Grid: rows, programs per row. Each of the n programs of a row processes every n-th chunk. If the row has
-    no top_k, the program also writes a sum of weights of each chunk: with a top_p of all tokens of the chunk,
-    otherwise of the tokens that min_p keeps. Nothing is written for greedy rows, rows with a NaN or +inf, and
-    rows without an allowed logit above -inf.
+    no top_k, the program also writes a sum of weights for each chunk: that of all tokens if the row has a
+    top_p, else that of the tokens that min_p keeps. Nothing is written for greedy rows, rows with a NaN or
+    +inf, and rows without an allowed logit above -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -166,9 +166,9 @@ def _distance_limit(
     distance. Amounts are rounded to float32. To allow for this, FACTOR makes the distance of a top_p larger,
     or smaller with ``IS_NEAR``.
 
-    Without ``IS_NEAR``, another limit applies to top_p. The tokens whose weight is at
-    most ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p
-    removes, so top_p keeps none of them.
+    Without ``IS_NEAR``, the result is limited further for a top_p below 1. The tokens whose weight is at most
+    ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p removes,
+    so top_p keeps none of them.
     """
     FACTOR: tl.constexpr = 0.9999 if IS_NEAR else 1.0001
     is_top_k = (top_k > 0) & (top_k < vocabulary)
