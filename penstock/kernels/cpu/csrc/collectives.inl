@@ -105,7 +105,7 @@ static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t widt
       if (!body(row, min(height, rows - row), column, min(columns, width - column), ++message)) return;
 }
 
-struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous
+struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous: the sum over the ranks
   int64_t type;
   const void* x;
   int64_t x_stride;
@@ -145,7 +145,7 @@ static int64_t work(const AllReduce& a) { return ELEMENT * a.rows * a.width; }
 static void run(const AllReduce& a, const Team& team) { WITH_TYPE(a.type, T, all_reduce<T>(a, team)); }
 KERNEL(all_reduce, AllReduce)
 
-struct AllGather {  // x [rows, widths[rank]], rows strided; out [rows, sum of widths] contiguous
+struct AllGather {  // x [rows, widths[rank]], rows strided; out [rows, sum of widths] contiguous, by rank
   int64_t element;  // bytes
   const char* x;
   int64_t x_stride;  // bytes

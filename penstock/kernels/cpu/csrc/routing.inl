@@ -64,7 +64,7 @@ static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); 
 static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
 KERNEL(route, Route)
 
-struct RouteScores {  // tensors as in Route; bias [N] or null
+struct RouteScores {  // tensors as in Route; bias [N] or null; fields of ScoreRouting (kernels/routing.py)
   int64_t type;
   const void* logits;
   const float* bias;
@@ -135,7 +135,7 @@ static int64_t work(const RouteScores& a) { return ELEMENT * a.n * a.N * (a.top 
 static void run(const RouteScores& a, const Team& team) { WITH_TYPE(a.type, T, route_scores<T>(a, team)); }
 KERNEL(route_scores, RouteScores)
 
-struct RouteSparseMixer {  // tensors as in Route
+struct RouteSparseMixer {  // tensors as in Route; eps of SparseMixer (kernels/routing.py)
   int64_t type;
   const void* logits;
   float* topk_weights;

@@ -138,17 +138,19 @@ def delta_rule(
 
 @triton.jit
 def apply_gate(
-    out, x, gate, heads, dim, x0, x1, g0, g1,
+    out, x, gate, heads, dim, x_row_stride, x_head_stride, gate_row_stride, gate_head_stride,
     WIDTH: tl.constexpr, IS_SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row by the sigmoid or the SiLU of its gates. Grid: rows."""
+    """Multiply one head of one row by the sigmoid or the SiLU of its gates. Grid: rows * heads."""
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     is_column = columns < dim
     token, head = row // heads, row % heads
-    values = tl.load(x + token * x0 + head * x1 + columns, mask=is_column, other=0.0).to(tl.float32)
-    gates = tl.load(gate + token * g0 + head * g1 + columns, mask=is_column, other=0.0).to(tl.float32)
+    x_offsets = token * x_row_stride + head * x_head_stride + columns
+    values = tl.load(x + x_offsets, mask=is_column, other=0.0).to(tl.float32)
+    gate_offsets = token * gate_row_stride + head * gate_head_stride + columns
+    gates = tl.load(gate + gate_offsets, mask=is_column, other=0.0).to(tl.float32)
     factors = 1 / (1 + tl.exp(-gates))
     if IS_SILU:
         factors = gates * factors
