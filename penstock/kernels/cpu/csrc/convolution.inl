@@ -1,6 +1,6 @@
 // Operations of audio codecs over rows [T, C]: depthwise convolution, snake, scaled addition, group norm, polar and
-// overlap-add. An inverse short-time Fourier transform is polar, a linear layer, and overlap-add. Convolutions with one
-// group are linear layers (kernels/convolution.py).
+// overlap-add. An inverse short-time Fourier transform consists of polar, a linear layer, and overlap-add. Convolutions
+// with one group are linear layers (kernels/convolution.py).
 
 // ---- sine and cosine ----
 // An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 6e-8.

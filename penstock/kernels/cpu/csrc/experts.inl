@@ -32,7 +32,7 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
 
 constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job; their sums fit in the cache of a core
 constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
-constexpr int64_t MIN_PAIRS = 256;         // a round may exceed ROUND_BYTES with up to these pairs; >= JOB_ROWS
+constexpr int64_t MIN_PAIRS = 256;         // number of pairs up to which a round may exceed ROUND_BYTES; >= JOB_ROWS
 // A piece of work is a run of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
 // RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;

@@ -326,8 +326,9 @@ struct Pieces {
   }
 };
 
-// Returns the number of chunks, of at most `max_rows` rows each, into which `rows` are divided. While the threads would
-// get unequal numbers of pieces, for example 5 and 4 of 9, chunks of at least 2 MIN_CHUNK_ROWS rows are halved.
+// Returns the number of chunks, of at most `max_rows` rows each, into which `rows` are divided. While a thread would
+// get more than 17 / 16 of the mean number of pieces, for example 5 of 9 for two threads, chunks of at least
+// 2 MIN_CHUNK_ROWS rows are halved.
 INLINE int64_t chunks_of(int64_t rows, int64_t N, int64_t max_rows, const Team& team) {
   const int64_t panels = ceil_div(N, PANEL);
   int64_t chunks = max<int64_t>(1, ceil_div(rows, max_rows));
@@ -365,7 +366,7 @@ static void multiply_pairs(const Linear& a, const Team& team) {
 }
 
 // Returns the memory, at most FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first; an empty
-// range if there are none. A panel has `bytes` bytes. With several chunks of rows, the range is a guess.
+// range if there are none. A panel has `bytes` bytes. The result is exact only for a single chunk of rows.
 INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);

@@ -175,7 +175,7 @@ struct LargestNumbers {
   int64_t count;
 
   // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if there are more than
-  // CAPACITY - W such numbers; they are then not all collected.
+  // CAPACITY - W such numbers, of which some may then be missing.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
     int64_t found = 0;  // a local variable instead of `count`, so that it stays in a register
