@@ -20,9 +20,9 @@ INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   }
 }
 
-// Selects the index of the largest of N ranks, the numbers by which experts or groups are selected; if no rank is above
-// REMOVED, the smallest index that is not in ids[0:k]. Writes the index to ids[k], sets its rank to REMOVED, and returns
-// the index. No index is selected twice.
+// Selects the index of the largest of N ranks, the numbers by which experts or groups are selected. If no rank is above
+// REMOVED, selects the smallest index that is not in ids[0:k]. Writes the index to ids[k], sets its rank to REMOVED,
+// and returns the index. No index is selected twice.
 INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
   int64_t best = -1;
   float largest = REMOVED;
