@@ -15,7 +15,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def peak(self, work: Callable[[], object]) -> int:
-        """Run ``work``, and return by how many bytes the memory in use exceeds its initial value at the peak.
+        """Run ``work``, and return by how many bytes the peak of the memory in use exceeds the initial use.
 
         Raises:
             MemoryError: the device has too little memory for the work.

@@ -76,8 +76,8 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Return values in host memory as a tensor of a device, without waiting for earlier work of the device.
 
     For a CPU, the tensor shares the memory of the values. For a GPU, the values are copied through pinned
-    memory. Within `uploaded_together` for the same device, NumPy arrays that fit into the batch are copied at
-    the end of the block.
+    memory. Within `uploaded_together` for the same device, NumPy arrays that the batch accepts
+    (`UploadBatch.add`) are copied at the end of the block.
     """
     if device.type == "cpu":
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
@@ -92,11 +92,11 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def uploaded_together(device: torch.device) -> Iterator[None]:
-    """Upload all NumPy arrays of a ``with`` block of this thread by one copy. Does nothing for a CPU.
+    """Copy the NumPy arrays that this thread uploads in a ``with`` block together. Does nothing for a CPU.
 
     The tensors that `upload` returns for the arrays are filled at the end of the block. Until then the
     tensors have shapes and types, but no operation may read them. `upload` copies torch tensors, and arrays
-    that do not fit into the `UploadBatch`, immediately.
+    that `UploadBatch.add` does not accept, immediately.
     """
     if device.type == "cpu":
         yield

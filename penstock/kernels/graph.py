@@ -23,7 +23,7 @@ Step: TypeAlias = Callable[[Ops, Mapping[str, Tensor]], Iterable[Tensor]]
 """A function that runs a step on the given operations and inputs, and returns the results of the step."""
 
 _MAX_SEEN_KEYS = 1024
-"""Maximum number of keys that occurred and have no graph which a `GraphCache` remembers."""
+"""Maximum number of keys of earlier steps that a `GraphCache` remembers, in addition to its graphs."""
 _MIN_COLUMNS = 128
 """Minimum number of columns to which `GraphCache` pads two-dimensional inputs."""
 
@@ -67,7 +67,7 @@ class Graph(ABC):
         step_values: Mapping[str, Tensor],
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, R] float64
-        stop_tokens: Tensor,  # [R, E] int64
+        stop_tokens: Tensor,  # [R, stops] int64
         ranks: Collectives | None = None,
     ) -> Tensor | None:  # [m, R] int64
         """Run several decode steps in one call. Each step reads the tokens that the previous step sampled.
@@ -179,7 +179,7 @@ class GraphCache:
         return _count_bytes(self._graphs.values())
 
     def run(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
-        """Return the results of a step from a graph, or None if the caller must run the step eagerly.
+        """Run a step by its graph, or capture it. Return its results; None if the caller must run it eagerly.
 
         Args:
             key: everything that changes the operations of the step, including the sizes of its inputs. The
@@ -208,7 +208,7 @@ class GraphCache:
         return self._capture(key, inputs, step)
 
     def captures_next(self, key: Hashable) -> bool:
-        """Return whether `run` will capture a step with this key."""
+        """Return whether `run` will try to capture a step with this key."""
         return key not in self._graphs and self._seen.get(key, "") is None
 
     def has(self, key: Hashable) -> bool:

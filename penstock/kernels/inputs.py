@@ -36,9 +36,9 @@ class LayerKV:
     cache: Tensor  # [2, N, K, S, D]: keys, then values
     block_tables: Tensor  # [B, M] int32; 0 (null block): the block is freed, or beyond the sequence
     slots: Tensor  # [T] int64: slot of each row, block * S + offset
-    window: int | None = None  # a query attends to itself and the window - 1 keys before it
+    window: int | None = None  # a query attends to itself and window - 1 keys before it; None: no limit
     scales: Tensor | None = None  # [2, N, K, S] float32 for a cache of int8 or of 8-bit floats
-    is_chunked: bool = False  # whether windows begin at multiples of their size
+    is_chunked: bool = False  # whether a query attends only from the last multiple of `window` on
     has_fixed_scales: bool = False  # whether `scales` has a fixed scale per head, which is only read
 
 

@@ -277,9 +277,9 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
         """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``.
 
         In a cache of int8 or float8_e4m3fn, rows are divided by their scales. The scale of a row of a head is
-        its largest magnitude divided by 127 (int8) or 448 (float8_e4m3fn). It is written to ``kv.scales``.
-        With ``kv.has_fixed_scales`` the scale is read from ``kv.scales``, and larger quotients are clamped to
-        127 or 448.
+        its largest magnitude, at least 1e-12, divided by 127 (int8) or 448 (float8_e4m3fn). It is written to
+        ``kv.scales``. With ``kv.has_fixed_scales`` the scale is read from ``kv.scales``, and quotients are
+        clamped to magnitudes of at most 127 or 448.
         """
 
     @operation(weights=["sinks"], functions={"attention": CFunction("2q 9P 13q 2d", can_be_long=True)})

@@ -1,13 +1,14 @@
 """Panels: weights in the order in which a CPU multiplies them, 64 outputs next to each other.
 
 This module defines in torch the layouts that the C++ kernels read. All are little-endian and contiguous. N is
-the number of outputs and K the number of inputs. Both are rounded up to whole panels and groups, and padded
-with zero weights:
+the number of outputs, rounded up to whole panels. K is the number of inputs, rounded up to a multiple of the
+inputs that a layout stores together: 1, 2, 4 or 32. Padding weights are 0. The layouts are:
 
 * `FloatPanels` with 1 term: ``[N / 64, K, 64]``.
 * `FloatPanels` with 2 terms: ``[N / 64, K / 2, 64, 2]``. Two inputs are adjacent, as the dot product
   instruction reads them.
-* `Int8Panels`: ``[N / 64, K / 4, 64, 4]`` uint8, the integer + 128, and ``scales [N]`` float32.
+* `Int8Panels`: ``[N / 64, K / 4, 64, 4]`` uint8, the integer + 128, and one float32 scale per output, not
+  padded.
 * `GroupPanels` of 4 bits: ``[N / 64, K / 32, 1152]`` uint8. A group of 32 inputs has 1024 bytes of integers
   + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low half and input
   j + 4 in its high half. The 64 float16 scales of the group follow.

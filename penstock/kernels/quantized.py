@@ -30,7 +30,7 @@ MAX_EXTRAS = 15
 INPUTS_PER_EXTRA = 32
 """Minimum number of inputs of a row per extra byte. It limits the extra bytes of short rows."""
 _RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
-"""Multiples of 127 to which the largest magnitude of a row of activations may be scaled, instead of 127."""
+"""The largest magnitude of a row of activations may be scaled to 127 times one of these, instead of 127."""
 
 _ROWS_PER_SEARCH = 512  # rows of a weight per scale search; limits its memory to some megabytes
 
@@ -63,9 +63,9 @@ def multiply_groups(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | Non
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return integers in -127..127 and the float32 scale of each row of ``x [..., n]``.
 
-    The scale is the largest magnitude of the row divided by 127. A row below `_MIN_MAGNITUDE` gets integers 0
-    and the scale 0. A row with a NaN or an infinity gets integers 0 and the scale NaN, so its products are
-    NaN.
+    The scale is the largest magnitude of the row divided by 127. If that magnitude is below `_MIN_MAGNITUDE`,
+    the row gets integers 0 and the scale 0. A row with a NaN or an infinity gets integers 0 and the scale
+    NaN, so its products are NaN.
     """
     x = x.float()
     largest = x.abs().amax(-1)

@@ -156,10 +156,10 @@ class _Recorder:
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
-        """Return the reference of an input, or of a result of a recorded operation.
+        """Return the reference of a tensor in the memory of an input, a recorded result or a known weight.
 
         Raises:
-            UnrecordableStepError: the tensor is neither.
+            UnrecordableStepError: the tensor is in other memory.
         """
         location = self._locations.get(tensor.untyped_storage().data_ptr())
         if location is None:

@@ -98,6 +98,6 @@ def test_inputs_can_be_split_only_between_groups(encoding: str) -> None:
     selected_tensors = linear_encoding.select_inputs("down_proj", tensors, start, 320)
     assert torch.equal(linear_encoding.unpack(selected_tensors), linear_encoding.unpack(tensors)[:, start:])
     if linear_encoding.group_size is not None:
-        message = f"inputs 0 to 47 of down_proj, but its {encoding} weights have one scale for each"
+        message = f"inputs 0 to 47 of down_proj, but its {encoding} weights can be divided only"
         with pytest.raises(ConfigError, match=message):
             linear_encoding.select_inputs("down_proj", tensors, 0, 48)

@@ -132,8 +132,8 @@ class CpuExperts(CpuLinear):
 def _build_table(packed: PackedExperts) -> _AddressTable | None:
     """Return the table of ``packed``; None if the kernel does not support its experts.
 
-    The kernel requires layers in panels whose inputs it can permute. All experts must have equal encodings,
-    shapes and bias types, and the shapes of gate_up and down must match.
+    The kernel requires layers in panels, with an input order that it supports. All experts must have equal
+    encodings, shapes and bias types, and the shapes of gate_up and down must match.
     """
     if not (_are_uniform(packed.gate_up) and _are_uniform(packed.down)):
         return None

@@ -190,7 +190,8 @@ class CompiledLoop:
                 bytes per step.
             stop_tokens: address of the stop tokens ``[rows, n]`` int64, padded with -1, and n.
             sampled_tokens: address to which the sampled tokens ``[num_steps, rows]`` int64 are written.
-            num_steps: maximum number of steps. The loop ends early once every row has sampled a stop token.
+            num_steps: maximum number of steps. The loop ends early once every row has sampled a stop token,
+                or after a step in which a kernel got an invalid value.
 
         Returns:
             The number of steps that ran, and the name of a kernel that got an invalid value, or None.

@@ -34,11 +34,9 @@ LONG_KERNEL = 1 << 27
 
 
 _SLICE_BYTES = 2 << 20
-"""Maximum bytes of a slice of an unpacked weight, unless one panel is larger.
+"""Maximum bytes of a packed slice of a weight whose packing is deferred, unless one panel is larger.
 
-A slice fits in the cache of a core.
-
-`CpuLinear` packs and multiplies a slice before it packs the next slice.
+`CpuLinear` packs and multiplies one slice at a time. A slice fits in the cache of a core.
 """
 
 
@@ -128,7 +126,7 @@ class CpuLinear(ReferenceOps):
                     ),
                     f"weights in layout {packed.layout.name}": packed.layout == PANELS,
                     f"{packed.encoding} weights with permuted inputs": supports_order(packed),
-                    "strided rows": x.stride(1) == 1,
+                    "rows that are not contiguous": x.stride(1) == 1,
                     "a bias of another type": bias is None or bias.dtype == x.dtype,
                 },
             )
@@ -149,8 +147,11 @@ class CpuLinear(ReferenceOps):
         return y
 
     def _product(self, x: Tensor, packed: PackedLinear, activation: Activation | None) -> Tensor:
-        """Return the activation of ``x [T, in]`` times the weight plus the bias, without adapters."""
-        assert x.shape[1] == packed.in_features, "x has not as many columns as the layer has inputs"
+        """Return ``x [T, in]`` times the weight, plus the bias, without adapters.
+
+        The activation is applied to the result if it is not None.
+        """
+        assert x.shape[1] == packed.in_features, "x has another number of columns than the layer has inputs"
         y = self._empty((x.shape[0], packed.out_features), x.dtype)
         tensors = packed.tensors
         if isinstance(tensors, LazyWeight) and tensors.parts:
@@ -316,7 +317,7 @@ def supports_order(packed: PackedLinear) -> bool:
 
 
 def _compute_dtype(encoding: str) -> torch.dtype:
-    """Return the type in which torch computes products with weights in this encoding."""
+    """Return the type of the activations that are multiplied by weights in this encoding."""
     return encoding_named(encoding).compute_dtype.to_torch()
 
 

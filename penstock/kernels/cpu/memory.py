@@ -20,7 +20,7 @@ _CHUNK_BYTES = 32 << 20
 class WeightMemory:
     """Allocates tensors from prefaulted memory, or from its own chunks if the prefaulted memory is used up.
 
-    A chunk is freed with the last tensor in it.
+    The current chunk is kept. Any other chunk is freed with the last tensor in it.
 
     Args:
         prefaulted: memory that is prefaulted while a model loads.
@@ -47,7 +47,7 @@ class SliceMemory:
     """Memory for one packed slice of a weight at a time.
 
     Args:
-        num_bytes: bytes of the first allocation. The memory grows for larger slices.
+        num_bytes: minimum bytes of an allocation. The memory grows for larger slices.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -57,7 +57,7 @@ class SliceMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor, aligned to a cache line.
 
-        The tensor overlaps the tensor that the previous call returned.
+        The tensor may overlap the tensors that earlier calls returned.
         """
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):

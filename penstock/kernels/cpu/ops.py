@@ -93,7 +93,7 @@ class CpuOps(CpuCollectives, CpuRouting):
                 "sample",
                 {
                     f"{logits.dtype} logits": dtype_code is not None,
-                    "strided rows": strides[1] == 1,
+                    "rows that are not contiguous": strides[1] == 1,
                     "this bitmask layout": masks_fit,
                     "these parameter types": _has_kernel_types(sampling),
                 },

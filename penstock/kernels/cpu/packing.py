@@ -19,16 +19,16 @@ _BLOCKS = {
     **{"nf4": 15, "fp4": 16, "q4_z": 17},
 }
 _BYTE_ENCODINGS = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
-"""The encodings that store codes as bytes in rows, with their codes in csrc.
+"""The encodings that store one byte per weight in rows, with their numbers in csrc/linear.inl.
 
-Torch quantizes floats to these encodings. The kernel ``pack_codes`` only reorders the bytes.
+Torch quantizes floats to these encodings. The kernel ``pack_codes`` packs the bytes without quantizing.
 """
 
 ENCODING_CODES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_BYTE_ENCODINGS}
-"""The encodings for which there are C++ kernels, with their codes in csrc/linear.inl."""
+"""The encodings for which there are C++ kernels, with their numbers in csrc/linear.inl."""
 
 _SOURCE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""The types that the kernel ``pack`` reads (floats and quantized integers), with their codes in csrc."""
+"""The types that the kernel ``pack`` reads, with their numbers in csrc/pack.inl."""
 
 
 class PanelMemory(Protocol):
@@ -47,16 +47,17 @@ def pack_panels(
     scales: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight that is given in parts ``[out, in]`` along its outputs, in order.
+    """Return the panels and the separate scales of a weight, given in parts ``[out, in]`` along its outputs.
 
-    If all parts have one type and start at the first output of a panel, the kernel reads them in place, for
-    example from a mapped file. Otherwise, and for `_BYTE_ENCODINGS`, the parts are concatenated first.
+    The kernel reads the parts in place, for example from a mapped file, if they have contiguous rows and the
+    same type, one of `_SOURCE_TYPES`, and start at the first output of a panel. Otherwise, and for
+    `_BYTE_ENCODINGS`, they are copied first.
 
     Args:
         kernels: the kernels of one instruction set.
         memory: allocates the panels.
         encoding: one of `ENCODING_CODES`.
-        parts: floats, or a single part of quantized integers.
+        parts: floats in the order of the outputs, or a single part of quantized integers.
         scales: the scales of quantized integers; None for floats.
         importance: ``[in]``, see `LinearEncoding.pack`. Only int4 and int5 use it.
     """
@@ -96,7 +97,7 @@ def pack_panels(
 def pack_rows(
     kernels: Kernels, memory: PanelMemory, encoding: str, rows: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the panels of a weight that is already quantized.
+    """Return the panels and the separate scales of a weight that is already quantized.
 
     Args:
         kernels: the kernels of one instruction set.

@@ -63,8 +63,8 @@ class CompiledPlan(Graph):
         contention: the state that all compiled steps of a session share if they run as one library call.
 
     Raises:
-        UnrecordableStepError: an operation has no kernel for its arguments, or needs more memory than its
-            results and the scratch memory.
+        UnrecordableStepError: an operation has no kernel for its arguments, needs the lengths of the
+            sequences, or needs more memory than its results and the scratch memory.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class _SamplingLoop:
         step_values: Sequence[tuple[int, Tensor]],
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, R]
-        stop_tokens: Tensor,  # [R, E]
+        stop_tokens: Tensor,  # [R, stops]
     ) -> Tensor:  # [m, R]
         """Run up to n steps and return the sampled tokens of the m steps that ran, see `Graph.replay_steps`.
 
@@ -219,13 +219,13 @@ class _SamplingLoop:
 
 
 def _check(failed_kernel: str | None) -> None:
-    """Raise if a kernel got a row number outside its table.
+    """Raise if a kernel got an index outside its table.
 
     Raises:
         IndexError: ``failed_kernel`` is the name of such a kernel, not None.
     """
     if failed_kernel is not None:
-        raise IndexError(f"{failed_kernel} of a recorded step got a row number outside its table")
+        raise IndexError(f"{failed_kernel} of a recorded step got an index outside its table")
 
 
 def _copy(result: Tensor) -> Tensor:
@@ -287,8 +287,7 @@ class _CapturingOps(CpuOps):
 
         Raises:
             UnrecordableStepError: C++ kernels alone cannot compute the operation, or it needs more memory
-            than
-                ``results`` and the scratch memory.
+                than ``results`` and the scratch memory.
         """
         calls_before = len(self.captured)
         self._destinations = list(results)

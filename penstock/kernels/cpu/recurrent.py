@@ -24,14 +24,14 @@ class CpuRecurrent(CpuElementwise):
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
     ) -> Tensor:
-        kind, kernel = DTYPE_CODES.get(x.dtype), len(weight)
+        dtype_code, kernel = DTYPE_CODES.get(x.dtype), len(weight)
         types_fit = state.inputs.dtype == x.dtype and weight.dtype == torch.float32
         fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
-        if kind is None or not types_fit or not fits or not 2 <= kernel <= _MAX_KERNEL:
+        if dtype_code is None or not types_fit or not fits or not 2 <= kernel <= _MAX_KERNEL:
             self._fall_back(
                 "short_convolution",
                 {
-                    f"{x.dtype} activations": kind is not None,
+                    f"{x.dtype} activations": dtype_code is not None,
                     "states or weights of another type": types_fit,
                     "this memory layout": fits,
                     f"a width of {kernel} (2 to {_MAX_KERNEL})": 2 <= kernel <= _MAX_KERNEL,
@@ -40,7 +40,7 @@ class CpuRecurrent(CpuElementwise):
             return super().short_convolution(x, weight, state, row_offsets, lengths)
         out = self._empty(x.shape, x.dtype)
         self._kernels.short_convolution(
-            kind,
+            dtype_code,
             x.data_ptr(),
             weight.data_ptr(),
             state.inputs.data_ptr(),
@@ -62,16 +62,16 @@ class CpuRecurrent(CpuElementwise):
         row_offsets: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        kind = DTYPE_CODES.get(qkv.dtype)
+        dtype_code = DTYPE_CODES.get(qkv.dtype)
         _, heads, key_dim, value_dim = state.recurrent.shape
         types_fit = gates.dtype == qkv.dtype and decay.dtype == state.recurrent.dtype == torch.float32
         fits = qkv.stride(1) == gates.stride(1) == 1
         fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
-        if kind is None or not types_fit or not fits or key_dim > _MAX_KEY_DIM:
+        if dtype_code is None or not types_fit or not fits or key_dim > _MAX_KEY_DIM:
             self._fall_back(
                 "gated_delta_rule",
                 {
-                    f"{qkv.dtype} activations": kind is not None,
+                    f"{qkv.dtype} activations": dtype_code is not None,
                     "gates or states of another type": types_fit,
                     "this memory layout": fits,
                     f"key heads of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
@@ -82,7 +82,7 @@ class CpuRecurrent(CpuElementwise):
         out = self._empty((rows, heads, value_dim), qkv.dtype)
         is_long = 4 * rows * heads * key_dim * value_dim > LONG_KERNEL
         (self._kernels.long_gated_delta_rule if is_long else self._kernels.gated_delta_rule)(
-            kind,
+            dtype_code,
             qkv.data_ptr(),
             gates.data_ptr(),
             decay.data_ptr(),
@@ -101,18 +101,18 @@ class CpuRecurrent(CpuElementwise):
         return out
 
     def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
-        kind = DTYPE_CODES.get(x.dtype)
+        dtype_code = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
-        if kind is None or not fits:
+        if dtype_code is None or not fits:
             self._fall_back(
                 "apply_gate",
-                {f"{x.dtype} activations": kind is not None, "this memory layout or mixed types": fits},
+                {f"{x.dtype} activations": dtype_code is not None, "this memory layout or mixed types": fits},
             )
             return super().apply_gate(x, gate, function)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), gate.data_ptr(), out.data_ptr())
         self._kernels.apply_gate(
-            kind, _GATE_NUMBERS[function], *pointers, *x.shape, *x.stride()[:2], *gate.stride()[:2]
+            dtype_code, _GATE_NUMBERS[function], *pointers, *x.shape, *x.stride()[:2], *gate.stride()[:2]
         )
         return out
 

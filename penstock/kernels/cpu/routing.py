@@ -27,7 +27,7 @@ class CpuRouting(CpuConvolution):
                 "route",
                 {
                     f"{logits.dtype} logits": dtype_code is not None,
-                    "strided rows": strides[1] == 1,
+                    "rows that are not contiguous": strides[1] == 1,
                     f"{top_k} of {experts} experts": 0 < top_k <= experts,
                     "a bias that is not contiguous float32": bias_fits,
                 },

@@ -44,7 +44,7 @@ _MAX_SPLITS, _MIN_STEPS = 16, 4
 _ADDED_OUTPUTS = 1024
 """Number of outputs per program of `add_splits`."""
 _ALL_INPUTS = 1 << 30
-"""Number of inputs that share a scale if an output has only one."""
+"""``INPUTS_PER_SCALE`` of formats with one scale per output: more than any number of inputs."""
 
 
 class _Format(TypedDict):

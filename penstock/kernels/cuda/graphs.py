@@ -116,8 +116,8 @@ class CudaGraphCompiler(GraphCompiler):
     Args:
         ops: the operations.
         cuda: the module `torch.cuda`, or a replacement for tests.
-        max_bytes: bytes of graphs and their inputs from which on no further graph is captured. By default, 5
-            % of the device's memory.
+        max_bytes: bytes of graphs and their inputs from which on no further graph is captured. The default is
+            `_MEMORY_FRACTION` of the device's memory.
     """
 
     max_rows = 512

@@ -58,7 +58,10 @@ def correct_bfloat16() -> None:
 
 
 def ignore_overflow() -> ExitStack:
-    """Return a context in which numpy does not warn of overflow and NaN, because a GPU does not either."""
+    """Stop numpy's warnings of overflow and NaN until the returned context ends.
+
+    A GPU does not warn either.
+    """
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore", RuntimeWarning)

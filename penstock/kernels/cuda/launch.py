@@ -77,7 +77,10 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def power_of_two(number: int, at_least: int = 1) -> int:
-    """Return the smallest power of two that is not below ``number`` and ``at_least`` (a power of two)."""
+    """Return the smallest power of two that is at least ``number`` and at least ``at_least``.
+
+    ``at_least`` must be a power of two.
+    """
     return max(1 << max(number - 1, 0).bit_length(), at_least)
 
 

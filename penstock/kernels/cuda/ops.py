@@ -89,7 +89,7 @@ class CudaOps(CudaConvolution, CudaLinear):
         return multiply_encoded(x, weights, groups, is_deterministic=self.is_deterministic)
 
     def _get_weights(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
-        """Return the weights of the gate_up and down layers; None if no program supports one of them."""
+        """Return the weights of the gate_up and down layers; None unless programs support both."""
         if packed not in self._experts:
             gate_up, down = (_make_grouped_weights(linears) for linears in (packed.gate_up, packed.down))
             if gate_up is None or down is None:

@@ -51,7 +51,7 @@ class WeightTables:
 
         None is returned if the layers differ in shape, encoding or layout, if only some have a bias, if a
         weight is not packed yet, if one of several layers permutes its inputs, or if no program supports the
-        encoding.
+        encoding, layout or size of the first layer.
         """
         first, kind = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(linear.tensors, LazyWeight) and linear.tensors.parts for linear in linears):

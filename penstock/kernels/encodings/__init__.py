@@ -134,14 +134,15 @@ class LinearEncoding(ABC):
             stop: the end of the inputs.
 
         Raises:
-            ConfigError: ``start`` or ``stop`` is inside a group of `split_unit` inputs.
+            ConfigError: ``start`` or ``stop`` is no multiple of `split_unit`. ``stop`` may also be the number
+                of inputs.
         """
         in_features, unit = tensors["weight"].shape[1], self.split_unit
         if unit is not None and (start % unit or (stop % unit and stop != in_features)):
             raise ConfigError(
                 "tensor_parallel_size",
                 f"a rank would hold the inputs {start} to {stop - 1} of {name}, but its {self.name} weights "
-                f"have one scale for each {unit} inputs: use another number of ranks",
+                f"can be divided only at multiples of {unit} inputs: use another number of ranks",
             )
         selected_tensors = {}
         for tensor_name, tensor in tensors.items():
@@ -174,7 +175,7 @@ class EncodingRegistry(Mapping[str, LinearEncoding]):
     """The encodings of this folder and of further folders, by name.
 
     Float encodings come first, then other encodings, each sorted by decreasing number of bits. Encodings that
-    `extended` adds come last.
+    `extended` adds come last, unless they replace one of the same name.
 
     Args:
         folders: folders to search besides this one.

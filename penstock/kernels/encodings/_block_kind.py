@@ -16,7 +16,7 @@ SCALE_BYTES = {"u8": 1, "i8": 1, "f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1}
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """The table of an encoding whose codes are indices: 16 numbers from -1 to 1."""
+    """The table of an encoding whose codes are indices: 16 numbers between -1 and 1."""
 
     numbers: tuple[float, ...]
     steps: int
@@ -33,7 +33,7 @@ class BlockKind:
         min_type: how a minimum is stored; None if there are no minima.
         are_floats: whether codes are E2M1 numbers.
         has_row_scales: whether each output also has a float32 scale.
-        is_centred: whether half of the range of codes is subtracted from codes although there are minima.
+        is_centred: whether ``2 ** (bits - 1)`` is subtracted from codes although there are minima.
         table: the numbers that codes represent, if codes are indices into a table.
     """
 

@@ -1,6 +1,6 @@
 // Integer codes of checkpoints: unsigned integers of 4 or 8 bits (kernels/encodings/_codes.py). The inputs of an output
 // are divided into groups of GROUP inputs. A group has a zero point and a float16 scale, and each output has a float32
-// scale. A weight is (code - zero) * scale * row scale.
+// scale. A weight is (code - zero) * scale of the group * scale of the output.
 //
 // Rows of x are quantized as for int4. The zero point is applied in float32: sum(code * x) - zero * sum(x). This is
 // exact, because the integers are below 2^24. Each output is one chain of additions in the order of the groups.

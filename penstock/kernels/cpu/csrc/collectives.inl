@@ -1,5 +1,5 @@
-// Collectives between the ranks of one host, in memory that the ranks share: `SharedRegion` in
-// penstock/distributed/region.py. The last kernel looks up tokens in a rank's part of an embedding table.
+// Collectives between the ranks of one host, in memory that the ranks share (`SharedRegion` in
+// penstock/distributed/region.py). The last kernel looks up tokens in a rank's part of an embedding table.
 //
 // A message is a block of at most `capacity` bytes. Messages are numbered from 1; all ranks use the same numbers. For
 // message n, each rank
@@ -10,7 +10,7 @@
 // A rank publishes n + 1 only after it has read the messages n of all ranks. A rank writes message n + 2 into buffer n
 // & 1 only after all ranks have published n + 1, so it never overwrites a message that another rank still reads.
 
-constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // ns that a waiting rank sleeps between two checks for an abort
+constexpr int64_t ABORT_CHECK_INTERVAL = 20000000;  // maximum ns between two checks of a waiting rank for an abort
 
 struct Region {
   int64_t aborted;  // not 0: all collectives fail
@@ -42,8 +42,8 @@ static void publish(Region* region, int64_t rank, int64_t message) {
 #endif
 }
 
-// Waits until a rank has published a message. Returns false if the collectives are aborted or the time limit is
-// exceeded. Exceeding the time limit aborts the collectives of all ranks.
+// Waits until `rank` has published `message` or a later message. Returns false if the collectives are aborted or the
+// time limit is exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
   RankControl& other = rank_control(region, rank);
   auto is_there = [&]() __attribute__((always_inline)) {
@@ -105,7 +105,7 @@ static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t widt
       if (!body(row, min(height, rows - row), column, min(columns, width - column), ++message)) return;
 }
 
-struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous
+struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous: the sum over the ranks
   int64_t type;
   const void* x;
   int64_t x_stride;
@@ -145,7 +145,7 @@ static int64_t work(const AllReduce& a) { return ELEMENT * a.rows * a.width; }
 static void run(const AllReduce& a, const Team& team) { WITH_TYPE(a.type, T, all_reduce<T>(a, team)); }
 KERNEL(all_reduce, AllReduce)
 
-struct AllGather {  // x [rows, widths[rank]], rows strided; out [rows, sum of widths] contiguous
+struct AllGather {  // x [rows, widths[rank]], rows strided; out [rows, sum of widths] contiguous, by rank
   int64_t element;  // bytes
   const char* x;
   int64_t x_stride;  // bytes

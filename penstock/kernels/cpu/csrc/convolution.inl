@@ -1,6 +1,6 @@
-// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, scaled addition, group norm, and the two
-// operations before and after the linear layer of an inverse short-time Fourier transform. Convolutions with one group
-// are linear layers (kernels/convolution.py).
+// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, scaled addition, group norm, polar and
+// overlap-add. An inverse short-time Fourier transform consists of polar, a linear layer, and overlap-add. Convolutions
+// with one group are linear layers (kernels/convolution.py).
 
 // ---- sine and cosine ----
 // An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 6e-8.
@@ -91,7 +91,7 @@ static int64_t work(const DepthwiseConv1d& a) { return (ELEMENT + a.kernel_size)
 static void run(const DepthwiseConv1d& a, const Team& team) { WITH_TYPE(a.type, T, depthwise_conv1d<T>(a, team)); }
 KERNEL(depthwise_conv1d, DepthwiseConv1d)
 
-struct Snake {  // x [n, F], rows strided; alpha, beta [F]; out [n, F]
+struct Snake {  // x [n, F], rows strided; alpha, beta [F]; out [n, F] = x + beta sin(alpha x)^2
   int64_t type;
   const void* x;
   const float *alpha, *beta;
@@ -184,7 +184,7 @@ struct Polar {  // x [n, 2F]: log magnitudes, phases, rows strided; out [n, 2F]:
   const void* x;
   float* out;
   int64_t n, F, stride;
-  double limit;
+  double limit;  // maximum magnitude
 };
 
 template <class T> static void polar(const Polar& a, const Team& team) {
@@ -209,7 +209,7 @@ static int64_t work(const Polar& a) { return 12 * ELEMENT * a.n * a.F; }
 static void run(const Polar& a, const Team& team) { WITH_TYPE(a.type, T, polar<T>(a, team)); }
 KERNEL(polar, Polar)
 
-struct OverlapAdd {  // frames [n, size], rows strided: one sequence; squares [size]; out [n * hop]
+struct OverlapAdd {  // frames [n, size], rows strided: one sequence; squares [size] of the window; out [n * hop]
   const float *frames, *squares;
   float* out;
   int64_t n, size, hop, stride;  // size is a multiple of hop

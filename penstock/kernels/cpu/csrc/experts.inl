@@ -1,10 +1,11 @@
-// Experts: out [rows, E] is the weighted sum of down(gate(gate_up(x))) over the top-k experts of each row.
+// Experts: out [rows, E] is the weighted sum of down(gate(gate_up(x))) over the top-k experts of each row, without
+// experts on other ranks.
 //
 // A pair consists of a row and one of its experts. Pairs are sorted by expert, so that the weights of an expert are
 // read once for all of its rows. They are processed in rounds, which limits the memory of the intermediate values. The
-// products use the functions for single panels in linear.inl and quantized.inl, and the activations the kernels in
-// elementwise.inl. The outputs of a row are added in the order of the expert numbers. The bits of a row therefore do
-// not depend on other rows.
+// products use the functions for single panels in linear.inl, quantized.inl and fp8.inl, and the activations the
+// kernels in elementwise.inl. The outputs of a row are added in the order of the expert numbers. The bits of a row
+// therefore do not depend on other rows.
 
 struct ExpertWeights {  // addresses of the tensors of a linear layer; null for a missing tensor
   const void* panels;
@@ -31,7 +32,7 @@ struct Experts {  // x, topk_ids and topk_weights have strided rows; out is cont
 
 constexpr int64_t JOB_ROWS = 240;          // maximum number of rows of a job; their sums fit in the cache of a core
 constexpr int64_t ROUND_BYTES = 16 << 20;  // maximum bytes of the intermediate values of a round
-constexpr int64_t MIN_PAIRS = 256;         // pairs that a round may have even above ROUND_BYTES; at least JOB_ROWS
+constexpr int64_t MIN_PAIRS = 256;         // number of pairs up to which a round may exceed ROUND_BYTES; >= JOB_ROWS
 // A piece of work is a run of up to MAX_RUN consecutive panels. Runs are shorter if a thread would get fewer than
 // RUNS_PER_THREAD runs.
 constexpr int64_t RUNS_PER_THREAD = 8, MAX_RUN = 4;
@@ -86,8 +87,8 @@ struct ExpertsMemory {
   }
 };
 
-// Sorts the pairs by expert, and divides them into jobs. Pairs of experts on other ranks are left out. Reports a pair
-// whose expert does not exist with `fail`.
+// Sorts the pairs by expert, and divides them into jobs. If `is_part`, pairs of experts on other ranks are left out.
+// Otherwise, a pair whose expert does not exist is reported with `fail`.
 static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team& team) {
   const int64_t pairs = a.rows * a.top;
   int64_t* ends = memory.ends;

@@ -8,7 +8,7 @@
 // this order, `unpack` instructions, which work within 16 bytes, can convert the bytes to 16-bit numbers.
 
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
-constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows are multiplied
+constexpr int64_t FP8_BLOCK = 4;  // groups per block if two tiles read a block: it stays in the core's cache
 
 // The scales of a panel. In most checkpoints, all groups of an output or all outputs of a group have the same scale.
 // The table then stores each scale once, and the kernel reads 3 % fewer bytes.

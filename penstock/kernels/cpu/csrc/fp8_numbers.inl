@@ -115,9 +115,8 @@ struct Fp8TablePairs : Fp8Pairs {
   }
 };
 
-// Returns whether codes are widened by table look-ups, which need AVX-512 VBMI. On Zen 5 a look-up takes as long as a
-// multiply-add. If it takes more than twice as long, codes are widened by arithmetic. The times are measured once per
-// process.
+// Returns whether codes are widened by table look-ups, which need AVX-512 VBMI. With TABLES_IF_FAST, look-ups are used
+// unless one takes more than twice as long as a multiply-add. On Zen 5 it takes equally long.
 static bool uses_fp8_tables() {
   if (penstock_fp8_tables != TABLES_IF_FAST) return penstock_fp8_tables == TABLES_ALWAYS;
   enum { UNKNOWN, FAST, SLOW };

@@ -70,7 +70,7 @@ extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
     free(blocks[which]);
     size_t rounded = (bytes + 4095) & ~(size_t)4095;
     blocks[which] = aligned_alloc(64, rounded);
-    if (!blocks[which]) abort();  // happens only if fewer than a few megabytes are available
+    if (!blocks[which]) abort();  // out of memory
     sizes[which] = rounded;
   }
   return blocks[which];

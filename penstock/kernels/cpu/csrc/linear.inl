@@ -1,10 +1,10 @@
-// Linear layers: y [rows, N] = x [rows, K] w^T + bias, for any number of rows. The weights are packed in panels of 64
-// outputs (kernels/panels.py).
+// Linear layers: y [rows, N] = x [rows, K] w^T + bias, for any number of rows. An activation can follow. The weights
+// are packed in panels of 64 outputs (kernels/panels.py).
 //
-// A tile is the product of a few rows of x with a panel. Its sums stay in registers while the panel is read once, in
-// order. K is divided into blocks. The first tile reads a block of the panel from memory. The following tiles read it
-// from the core's cache and prefetch the next block, so that memory is never idle. Each output is one chain of
-// additions in the order of k for all rows, tiles and blocks. The bits of a row therefore do not depend on other rows.
+// A panel is divided into blocks of consecutive inputs. A tile multiplies a few rows of x by a block, with the sums in
+// registers. All tiles multiply a block while it is in the core's cache, and the first tiles prefetch the next block.
+// Each output is one chain of additions in a fixed order of the inputs, for all tiles and blocks. The bits of a row
+// therefore do not depend on other rows.
 
 // x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` is set for encodings whose scales are
 // not in the panels. `order` [K] is the permutation of the inputs in the panels, for encodings that quantize rows of x
@@ -35,7 +35,7 @@ constexpr int64_t CHUNK_ROWS = 252;           // maximum rows of a chunk: their 
 constexpr int64_t MIN_CHUNK_ROWS = 24;        // smaller chunks read the weights too often
 constexpr int64_t LINE = 64;                  // bytes
 constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets a long run of panels, see Pieces
-constexpr int64_t FETCHED_BYTES = 256 << 10;  // bytes of the next layer that a waiting thread prefetches
+constexpr int64_t FETCHED_BYTES = 256 << 10;  // maximum bytes of the next layer that a waiting thread prefetches
 
 // The template argument FETCHED selects the cache lines that a pass over a panel prefetches at each step:
 // - FETCHED >= 0: this number of consecutive lines of the data at `ahead`.
@@ -60,7 +60,7 @@ template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
 constexpr int vectors_per_pass(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
 // The next types compute the product of a step of a panel. `add` multiplies `terms` numbers of each row of x, of type
-// X, by the weights of VECTORS * W outputs.
+// X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
 struct FloatSteps {
   typedef float T, X;
   static constexpr int TERMS = 1;
@@ -150,7 +150,7 @@ template <class S> struct Block {
   bool first, last;         // whether it is the first or last block of the panel
   const T* bias;
   T* y;
-  int64_t y_stride, outputs;  // outputs: number of outputs from the panel's first output on
+  int64_t y_stride, outputs;  // outputs: number of outputs of the layer from the panel's first one on
 
   // Skips the first rows. Tiles advance one Block object in place, because copying an object right after it was written
   // would wait for its stores.
@@ -172,7 +172,7 @@ static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, i
   });
 }
 
-// Stores the sums of a tile for some outputs to y.
+// Adds the bias to the sums of a tile for VECTORS * W outputs from `column` on, and stores them to y.
 template <class S, int ROWS, int VECTORS>
 INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], int64_t column) {
   for (int v = 0; v < VECTORS; v++) {
@@ -187,8 +187,8 @@ INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], 
   }
 }
 
-// Multiplies ROWS rows with the block in several passes, each for VECTORS * W outputs. Each pass prefetches a different
-// part of `ahead`.
+// Multiplies ROWS rows with the block in passes for VECTORS * W outputs each. Each pass prefetches a different part of
+// `ahead`.
 template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
   constexpr int VECTORS = vectors_per_pass(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
@@ -263,7 +263,7 @@ template <class S> static void multiply_block(const Block<S>& block, int64_t row
 }
 
 // Computes the outputs of a panel for the rows begin:begin + rows. `next` is the panel that this thread probably gets
-// next.
+// next, or null. `column` is the first output of the panel.
 template <class S>
 static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, const char* next,
                            int64_t column, float* sums) {
@@ -293,10 +293,10 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
 }
 
 // The pieces of work of a layer. A piece is a run of consecutive panels with all rows, or one panel with one chunk of
-// rows. Pieces are assigned to threads dynamically, so a thread whose core is busy gets fewer.
-// - Few rows: each thread first gets an equal run of consecutive panels, because long runs read memory fastest. The
-//   remaining panels are assigned one by one.
-// - Many rows: panels are assigned one by one. With longer runs, threads would wait for the thread with the last run.
+// rows. After its first piece, a thread gets pieces dynamically, so a thread whose core is busy gets fewer.
+// - At most FEW_ROWS rows: each thread first gets an equal run of consecutive panels, because long runs read memory
+//   fastest. The remaining panels are assigned one by one.
+// - More rows: panels are assigned one by one. With longer runs, threads would wait for the thread with the last run.
 // - Several chunks of rows: all panels are multiplied with `width` chunks, which stay in the last-level cache, before
 //   the next chunks.
 struct Pieces {
@@ -326,8 +326,9 @@ struct Pieces {
   }
 };
 
-// Returns the number of chunks, of at most `max_rows` rows each, into which `rows` are divided. If the threads would
-// get unequal numbers of panels, for example 5 and 4 of 9 panels, the chunks are halved.
+// Returns the number of chunks, of at most `max_rows` rows each, into which `rows` are divided. While a thread would
+// get more than 17 / 16 of the mean number of pieces, for example 5 of 9 for two threads, chunks of at least
+// 2 MIN_CHUNK_ROWS rows are halved.
 INLINE int64_t chunks_of(int64_t rows, int64_t N, int64_t max_rows, const Team& team) {
   const int64_t panels = ceil_div(N, PANEL);
   int64_t chunks = max<int64_t>(1, ceil_div(rows, max_rows));
@@ -364,8 +365,8 @@ static void multiply_pairs(const Linear& a, const Team& team) {
   multiply<PairSteps>(a, team);
 }
 
-// Returns the memory, at most FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first. A panel has
-// `bytes` bytes.
+// Returns the memory, at most FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first; an empty
+// range if there are none. A panel has `bytes` bytes. The result is exact only for a single chunk of rows.
 INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
   const Pieces pieces(a, team, a.rows, 1, 1);
   const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);

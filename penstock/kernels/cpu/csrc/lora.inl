@@ -1,8 +1,9 @@
-// Adds (x A^T) B of each row's adapter to y [T, N]. Rows without an adapter do not change. A is [adapters, R, n], B is
-// [adapters, R, N]. One call computes all slices of a fused layer that have adapters. Each slice has its own A and B.
+// Adds (x A^T) B of each row's adapter to y. Rows without an adapter do not change. One call computes all slices of a
+// fused layer that have adapters. Each slice has its own A [adapters, R, n] and B [adapters, R, N], for n inputs and
+// the N outputs of the slice.
 //
 // Rows are sorted by adapter and divided into tiles of a few rows. A tile reads the matrices of its adapter once. The
-// products are summed in float32, first in the order of n, then in the order of R. The result is added to y once. The
+// products are summed in float32, first over n, then over R, in a fixed order. The result is added to y once. The
 // bits of a row therefore do not depend on other rows.
 
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // maximum number of rows per tile
@@ -167,7 +168,7 @@ static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* or
   }
 }
 
-// Computes the layer with one thread per tile. Used for many rows.
+// Computes the layer with one thread per tile. Used for many rows, and for a single thread.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
   over_pieces(team, adapted.tiles, [&](int64_t number) {
     const Segment* segment = adapted.segments;

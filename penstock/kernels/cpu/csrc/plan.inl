@@ -13,13 +13,13 @@ struct CoreContention {
   int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without contention
 };
 
-constexpr int64_t MAX_LOOKAHEAD = 8;    // number of operations in which `next_read` searches
+constexpr int64_t MAX_LOOKAHEAD = 8;    // maximum number of operations in which `next_read` searches
 constexpr int64_t LONG_WAIT = 1000000;  // ns of waiting in a plan, after which thread 0 continues alone
 // Minimum and maximum length of a single-threaded period, in ns. The length doubles while the contention continues.
 constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;
 
-// Returns the memory that this thread reads first in the next operation that has a `first_read`. The thread prefetches
-// it while it waits at a barrier, because the memory is idle during this time.
+// Returns the memory that this thread reads first in the first of the next MAX_LOOKAHEAD operations that has a
+// `first_read`; an empty range if none has. The thread prefetches it while it waits at a barrier.
 static PrefetchRange next_read(const PlanOperation* operations, int64_t from, int64_t count, const Team& team) {
   for (int64_t i = from; i < min(from + MAX_LOOKAHEAD, count); i++) {
     PrefetchRange ahead = operations[i].operation->first_read(operations[i].arguments, team);
@@ -96,10 +96,10 @@ struct LoopArguments {
   const int64_t* stop_tokens;  // [rows, num_stop_tokens]: tokens that end a row; padded with -1
   int64_t num_stop_tokens;
   int64_t* sampled_tokens;  // [num_steps, rows]
-  int64_t steps_run;        // number of steps that ran: num_steps, or fewer if every row has ended
+  int64_t steps_run;        // number of steps that ran; below num_steps if all rows ended or one step failed
 };
 
-// Stores the tokens of a step. Returns whether any row continues. A row with non-finite logits has the token -1 and
+// Stores the tokens of a step. Returns whether any row continues. A row whose sampling failed has the token -1. It
 // continues with token 0, because its later tokens are not used.
 static bool store_tokens(const LoopArguments& a, int64_t step) {
   bool is_running = false;
@@ -117,7 +117,8 @@ static bool store_tokens(const LoopArguments& a, int64_t step) {
   return is_running;
 }
 
-// Runs a plan several times, see LoopArguments. Returns -1, or the index of the first operation with a bad argument.
+// Runs a plan several times, see LoopArguments. Stops after a step with a bad argument. Returns -1, or the index of the
+// first operation with a bad argument.
 EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
   TeamState state = {};
   state.failed = state.last_shared = -1;

@@ -83,10 +83,10 @@ template <class Step> static int64_t shortest_time(Step step) {
 }
 
 // Returns whether a dot product takes more than 1.4 times as long as two multiply-adds, as on Emerald Rapids (twice as
-// long). The times are measured once per process.
+// long). The first measured result holds for the whole process.
 static bool dot_is_slow() {
   enum { UNKNOWN, FAST, SLOW };
-  static int32_t shared_result = UNKNOWN;  // all threads use the first result
+  static int32_t shared_result = UNKNOWN;
   int32_t result = __atomic_load_n(&shared_result, __ATOMIC_RELAXED);
   if (result != UNKNOWN) return result == SLOW;
   vf x = all(0.5f);
@@ -103,8 +103,9 @@ static bool dot_is_slow() {
 }
 #endif
 
-// begin_sum returns the start value of the sum for an element c of C, and end_sum stores the sum. With `add` the sum is
-// added to c. Integer sums are stored as integers, or multiplied by `factor` when they are added to floats.
+// begin_sum sets `sum` to its start value for W elements of C at `c`, and end_sum stores the sum there. With `add` the
+// sum is added to the elements. Integer sums are stored as integers, or multiplied by `factor` when they are added to
+// floats.
 INLINE void begin_sum(vf& sum, const float* c, bool add) { sum = add ? load(c) : vf{}; }
 INLINE void begin_sum(vi& sum, const float*, bool) { sum = vi{}; }
 INLINE void end_sum(vf sum, float* c, bool, float) { store(c, sum); }
@@ -147,8 +148,7 @@ INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typena
 }
 
 // Computes C [M, N], or adds to it with `add`. N is a multiple of W. `factors` [M] are the factors of integer sums.
-// Four vectors of sums for each of four rows need 16 registers. Only AVX-512 uses such tiles, because it has 32
-// registers and the other instruction sets have 16.
+// Four vectors of sums for each of four rows need 16 registers. Only AVX-512, which has 32 registers, uses such tiles.
 template <class P>
 static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                     int64_t ldc, int64_t M, int64_t N, int64_t n, bool add, const float* factors) {

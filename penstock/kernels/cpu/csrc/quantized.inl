@@ -8,7 +8,7 @@
 // bytes, which are multiplied separately, hold their excess.
 
 constexpr int64_t GROUP = 32;                  // inputs
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // tiles store results directly if those of the layer have fewer bytes
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store results directly if the layer's have fewer bytes
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
 // ---- quantization of rows to 8 bits ----
@@ -87,8 +87,8 @@ INLINE float largest_magnitude(vu magnitudes) {
   return bits >= 0x7f800000 ? __builtin_inff() : top;
 }
 
-// Returns whether the largest magnitude `top` of n numbers is 0 (below 1e-30) or not finite. If so, sets the integers
-// to 0, and the scale to 0 or NaN.
+// Returns whether the largest magnitude `top` of n numbers is below 1e-30 or not finite. If so, sets the integers to 0,
+// and the scale to 0 (below 1e-30) or NaN.
 INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
   if (top >= 1e-30f && top < __builtin_inff()) return false;
   *scale = top < 1e-30f ? 0 : __builtin_nanf("");
@@ -125,8 +125,8 @@ INLINE uint32_t lanes_at_least(vu a, vu b) {
 }
 
 // Returns the number of extras that n numbers multiplied by `inverse` need. The magnitudes of the products are at most
-// 127 * `range`. An integer of at least 127 k + 1 needs k extras. A count above `max_extras` may be too small, because
-// counting stops there.
+// 127 * `range`. An integer of at least 127 k + 1 needs at least k extras. A count above `max_extras` may be too small,
+// because counting stops there.
 template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inverse, float range, int64_t max_extras) {
   int64_t count = 0;
   for (int32_t k = 1; k <= range && count <= max_extras; k++) {
@@ -174,8 +174,8 @@ struct LargestNumbers {
   int32_t positions[CAPACITY];
   int64_t count;
 
-  // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if more than
-  // CAPACITY - W numbers are.
+  // Collects the numbers whose magnitude is at least `least`, the bits of a float. Returns false if there are more than
+  // CAPACITY - W such numbers, of which some may then be missing.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
     int64_t found = 0;  // a local variable instead of `count`, so that it stays in a register
@@ -218,7 +218,7 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   if (is_degenerate(top, n, integers, scale)) return 0;
   const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
-  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS largest numbers of the row matter. `tops` has the
+  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `tops` has the
   // largest magnitude of each lane, so at least W numbers are not below the minimum of `tops`. Collecting these numbers
   // is enough, because MAX_EXTRAS is below W.
   static_assert(MAX_EXTRAS < W);
@@ -256,7 +256,8 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
 
 // Returns whether the products of an encoding need quantized inputs. Other encodings multiply floats.
 INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
-// Returns the factor by which the sum of a group's integers is multiplied to get the start value of its products.
+// Returns the factor by which the sum of a group's integers is multiplied to get the start value of its products, for
+// encodings with groups.
 INLINE int32_t start_factor(int64_t encoding) {
   switch (encoding) {
     case 3: return -8;
@@ -502,7 +503,8 @@ template <int BITS> struct Groups {
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, X_SCALES = 1, PASSES = 1;
   static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
-  // Returns the vectors of the whole panel if 32 registers can hold the sums of these rows and the unpacked weights.
+  // Returns the number of vectors processed at once: the whole panel (4) if 32 registers can hold the sums of these
+  // rows and the unpacked weights.
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
   // Moves bit number `bit` of each byte to the position of the fifth bit, and clears all other bits.
@@ -609,7 +611,8 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantized.
+// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantized. `next` is the panel
+// that this thread probably gets next, or -1.
 template <class S>
 static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {

@@ -3,7 +3,7 @@
 
 constexpr int64_t MAX_KERNEL = 8;      // largest width of the convolution
 constexpr int64_t MAX_KEY_DIM = 256;   // largest size of a key head
-constexpr int64_t NUM_SAVES = 2;       // states that a step saves for each sequence: saves [B, NUM_SAVES, 2]
+constexpr int64_t NUM_SAVES = 2;       // saves [B, NUM_SAVES, 2]: save the state after this number of rows in this slot
 constexpr int64_t TILE_VECTORS = 4;    // vectors of columns of a state that one piece of work updates
 
 INLINE vf sigmoid(vf x) { return 1 / (1 + exp(-x)); }
@@ -61,7 +61,8 @@ static int64_t work(const ShortConvolution& a) {
 static void run(const ShortConvolution& a, const Team& team) { WITH_TYPE(a.type, T, short_convolution<T>(a, team)); }
 KERNEL(short_convolution, ShortConvolution)
 
-// qkv [T, 2 K D + H F] and gates [T, 2 H], rows strided; decay [2, H]; states [N, H, D, F]; out [T, H, F].
+// qkv [T, 2 K D + H F] and gates [T, 2 H], rows strided; decay [2, H]; states [N, H, D, F]; out [T, H, F]. K is the
+// number of key heads, H that of value heads.
 struct GatedDeltaRule {
   int64_t type;
   const void *qkv, *gates;

@@ -8,10 +8,10 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
   int64_t n, N, top, stride;
 };
 
-constexpr float REMOVED = -__builtin_inff();  // rank of an expert that cannot be selected any more
+constexpr float REMOVED = -__builtin_inff();  // rank of an expert or group that cannot be selected any more
 
-// Returns the smallest index that is not in the list. It is used when no logit is selectable, for example because all
-// are NaN. Any distinct indices are valid in this case.
+// Returns the smallest index that is not in the list. It is used if no rank is above REMOVED, for example because all
+// logits are NaN. Any distinct indices are valid in this case.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   for (int64_t number = 0;; number++) {
     bool found = false;
@@ -20,8 +20,9 @@ INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   }
 }
 
-// Writes the index of the largest of N ranks to ids[k], sets this rank to REMOVED, and returns the index. Indices that
-// are already in `ids` are not selected again.
+// Selects the index of the largest of N ranks, the numbers by which experts or groups are selected. If no rank is above
+// REMOVED, selects the smallest index that is not in ids[0:k]. Writes the index to ids[k], sets its rank to REMOVED,
+// and returns the index. No index is selected twice.
 INLINE int64_t take_largest(float* ranks, int64_t N, int64_t* ids, int64_t k) {
   int64_t best = -1;
   float largest = REMOVED;
@@ -64,7 +65,7 @@ static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); 
 static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
 KERNEL(route, Route)
 
-struct RouteScores {  // tensors as in Route; bias [N] or null
+struct RouteScores {  // tensors as in Route; bias [N] or null; fields of ScoreRouting (kernels/routing.py)
   int64_t type;
   const void* logits;
   const float* bias;
@@ -74,7 +75,7 @@ struct RouteScores {  // tensors as in Route; bias [N] or null
   double scale, min_sum;
 };
 
-// Selects the groups with the largest sums of their two largest ranks. Sets the ranks of all other groups to REMOVED.
+// Selects the groups with the largest sums of their two largest ranks. Sets the ranks in all other groups to REMOVED.
 static void mask_unselected_groups(const RouteScores& a, float* ranks, float* sums, int64_t* selected_groups) {
   const int64_t size = a.N / a.groups;
   for (int64_t group = 0; group < a.groups; group++) {
@@ -135,7 +136,7 @@ static int64_t work(const RouteScores& a) { return ELEMENT * a.n * a.N * (a.top 
 static void run(const RouteScores& a, const Team& team) { WITH_TYPE(a.type, T, route_scores<T>(a, team)); }
 KERNEL(route_scores, RouteScores)
 
-struct RouteSparseMixer {  // tensors as in Route
+struct RouteSparseMixer {  // tensors as in Route; eps of SparseMixer (kernels/routing.py)
   int64_t type;
   const void* logits;
   float* topk_weights;

@@ -1,9 +1,10 @@
 // Samples one token per row of logits as Ops.sample defines it, without sorting the vocabulary.
 //
-// Tokens are ordered by descending score, then by id. top_k and top_p keep a token if the amount of the tokens before
-// it is below a target. The amount is the number of tokens (target k), or their probability mass (target top_p). The
-// score of the last kept token is the cut. A lower bound of the cut excludes most tokens. The cut is found among the
-// remaining candidates by partitioning, as in quickselect.
+// The score of a token is its logit in float32. Tokens are ordered by descending score, then by id. top_k and top_p
+// keep a token if the amount of the tokens before it is below a target. The amount is the number of tokens (target k),
+// or the sum of their weights (target: top_p times the sum of all weights). The cut is the score of the last kept
+// token. A lower bound of the cut excludes most tokens. The cut is found among the remaining candidates by
+// partitioning, as in quickselect.
 
 typedef double vd __attribute__((vector_size(W * 4)));
 typedef int64_t vl __attribute__((vector_size(W * 4)));
@@ -17,8 +18,8 @@ INLINE vd load(const double* p) {
 }
 INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// Returns e^x for x <= 0 with an error of at most 2 ulp; 0 below -708. Like the float version in vector.h, but with a
-// longer Taylor sum.
+// Returns e^x for x <= 0 with an error of at most 2 ulp; 0 for x <= -708. Like the float version in vector.h, but with
+// a longer Taylor sum.
 INLINE vd exp(vd x) {
   const double shift = 6755399441055744.0;  // 1.5 * 2^52
   vd shifted = x * 1.4426950408889634 + shift;
@@ -92,7 +93,8 @@ static Cut find_cut(const Candidates& c, double target, Ranked* list) {
   return find_cut_in_list(list, c.n, 0, target);
 }
 
-// Returns a lower bound of the k-th largest score: the k-th largest of the maxima of spans of consecutive scores.
+// Returns a lower bound of the k-th largest score: the k-th largest of the maxima of spans of consecutive scores, or
+// -inf if there are fewer than k spans.
 static float top_k_bound(const Candidates& c, int64_t k, Ranked* list) {
   constexpr int64_t SPAN = 4 * W;
   const int64_t spans = c.n / SPAN;
@@ -225,7 +227,7 @@ struct SamplingRule {  // the sampling parameters of a row
   double uniform;
 };
 
-// Returns the sampled token, or -1 if the bitmask forbids all tokens, all logits are -inf, or any is NaN or +inf.
+// Returns the sampled token; -1 if no allowed token has a logit above -inf, or if any logit is NaN or +inf.
 template <class T>
 static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const SamplingRule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};

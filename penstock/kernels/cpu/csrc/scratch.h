@@ -11,7 +11,8 @@ enum Scratch { PRIVATE, SHARED, SCRATCH_BLOCKS };
 // discards its contents.
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes);
 
-// Pointer to the counter of completed pieces of work. Another process reads the counter to detect hangs.
+// Pointer to the counter of the pieces of work that thread 0 has completed. Another process reads the counter to detect
+// hangs.
 extern "C" int64_t* penstock_progress;
 
 // When 8-bit floats are widened by table look-ups. TABLES_NEVER if the processor has no AVX-512 VBMI.

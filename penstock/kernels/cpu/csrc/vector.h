@@ -300,7 +300,7 @@ INLINE float largest(vf x) { return largest_everywhere(x)[0]; }
 
 // ---- functions ----
 
-// Returns e^x with an error of at most 2 ulp; 0 below -87.3 and for -inf, about 3e38 above 88.3. Method: x = n ln 2 + r
+// Returns e^x with an error of at most 2 ulp; 0 for x <= -87.3, about 2e38 for x > 88.3. Method: x = n ln 2 + r
 // with |r| <= ln 2 / 2. ln 2 is split in two parts, so that n ln 2 is exact. e^r is a Taylor sum.
 INLINE vf exp(vf x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

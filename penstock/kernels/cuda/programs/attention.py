@@ -3,13 +3,13 @@
 A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. These are
 at most M queries. A head has DIM dimensions. WIDTH is DIM rounded up to a power of two, as Triton's blocks
 require. Tiles of keys begin at multiples of KEYS from the start of the sequence, and are processed in order.
-A key that a row does not see changes neither the row's maximum nor its sums. The bits of a row therefore
-depend neither on the other rows of its tile nor on the chunks of a prefill.
+A key that a row does not see changes neither the row's maximum nor its sums. With the same splits, the bits
+of a row therefore depend neither on the other rows of its tile nor on the chunks of a prefill.
 
 The keys may be divided into splits. `attend` computes the splits of a tile one after the other.
 `attend_split` computes each split in a separate program, and `splits.merge_splits` merges them. If splits
-have SPLIT keys and begin at multiples of SPLIT, both ways give the same bits. With a SPLIT of 0,
-`attend_split` divides the keys of a sequence evenly among its programs.
+have SPLIT keys and begin at multiples of SPLIT, both ways give the same bits. With a SPLIT of 0, `attend` has
+one split, and `attend_split` divides the keys of a sequence evenly among its programs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _load_tile(
 
     Returns the sequence of the tile, then for each query the row, the head, whether the query exists, the
     vector, and the first and the end of the keys that it sees. The last two results are the range of keys
-    that contains the keys of all queries. Row offsets and lengths are read before the previous kernel has
-    ended, because they are inputs of the step.
+    that contains the keys of all queries. Row offsets, lengths and spans are inputs of the step, so they are
+    read before the previous kernel has ended.
     """
     sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)

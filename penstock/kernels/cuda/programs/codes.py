@@ -342,9 +342,9 @@ def decode_weight(
     MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
-    """Write the weights of 32 inputs as floats; of 64 inputs with IS_NIBBLES.
+    """Write the weights of N outputs and 32 inputs as floats; of 64 inputs with IS_NIBBLES.
 
-    Grid: tiles of N outputs, tiles of inputs.
+    Grid: tiles of outputs, tiles of inputs.
     """
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     output_rows = outputs.to(tl.int64)[None, :]

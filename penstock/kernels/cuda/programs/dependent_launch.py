@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a program starts while the previously launched kernel still runs.
 
 Before `wait_for_previous`, a program may read weights, inputs of a step, and results of kernels that call
-none of these functions. Such kernels end before a later kernel starts.
+none of the functions below. Such kernels end before a later kernel starts.
 
 See "Programmatic Dependent Launch and Synchronization" in the CUDA programming guide.
 """

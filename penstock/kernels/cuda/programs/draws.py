@@ -1,12 +1,14 @@
 """Draws the token of a row that is neither greedy nor invalid.
 
-Tokens are compared by their keys, the integers that `sort_keys` returns. A rule (top_k, top_p) keeps the
-tokens with a key above a threshold, and the first tokens with a key equal to it (ties). Ties have the same
-weight, so the sum of the weights of several ties is a product. The *amount* of tokens is their number for
-top_k, and their mass, the sum of their weights, for top_p.
+Tokens are compared by their keys, the integers that `sort_keys` returns. The *weight* of a token is the
+number that `exp_weights` returns, and the *mass* of several tokens is the sum of their weights. Each rule
+(top_k, top_p) has a *threshold*. It keeps the tokens with a larger key, and the first of the *ties*, the
+tokens whose key equals the threshold. Ties have the same weight, so the mass of n ties is n times this
+weight. The *amount* of tokens is their number for top_k, and their mass for top_p.
 
 `draw_from_list` reads the tokens that `sampling.select` has listed. `draw_from_row` reads all tokens of the
-row several times. `draw_from_chunks` needs only the mass of the kept tokens of each chunk.
+row several times. `draw_from_chunks` selects a chunk by the mass of its kept tokens, and reads only the
+tokens of this chunk.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ _NUM_THRESHOLDS = tl.constexpr(8)
 
 @triton.jit
 def _make_thresholds(low, high):
-    """Return evenly spaced int64 thresholds between ``low`` and ``high``. The last one is ``high``."""
+    """Return evenly spaced int64 thresholds above ``low``, of which the last is ``high``.
+
+    If ``low`` and ``high`` are close or equal, thresholds repeat, and the first may equal ``low``.
+    """
     return low + (high - low) * (tl.arange(0, _NUM_THRESHOLDS) + 1).to(tl.int64) // _NUM_THRESHOLDS
 
 
 @triton.jit
 def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
-    """Narrow the range of the smallest threshold above which the tokens have less than a target amount.
+    """Narrow the range of a search for the smallest threshold above which tokens have less than a target.
 
     Args:
         thresholds: ascending numbers between ``low`` and ``high``.
@@ -52,8 +57,8 @@ def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
 def _kept_mask(keys, tie_ranks, threshold, max_ties, amount_above, tie_weight, target_amount):
     """Return the mask of kept tokens.
 
-    The first tie is always kept. A further tie is kept if its index ``tie_ranks`` among the ties is below
-    ``max_ties``, and if the tokens before it have less than ``target_amount``.
+    Tokens with a key above the threshold are kept. A tie is kept if its index ``tie_ranks`` among the ties is
+    below ``max_ties``, and if it is the first tie or the tokens before it have less than ``target_amount``.
     """
     amount_before = amount_above + tie_ranks.to(tl.float64) * tie_weight
     is_kept_tie = (tie_ranks < max_ties) & ((tie_ranks == 0) | (amount_before < target_amount))
@@ -138,7 +143,7 @@ def draw_from_list(
 
 @triton.jit
 def _find_threshold_in_list(keys, measures, low, high, target_amount):
-    """Return the smallest threshold above which ``measures`` sum to less than a target, and this sum."""
+    """Return the smallest threshold above which ``measures`` sum to less than a target, and that sum."""
     amount_above = tl.full((), 0.0, tl.float64)
     while low < high:
         thresholds = _make_thresholds(low, high)

@@ -1,4 +1,4 @@
-"""Quantisation of activations, as `penstock.kernels.quantized` defines it."""
+"""Quantization of activations, as `penstock.kernels.quantized` defines it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _try_larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.c
 
     With a target above 127, some integers exceed a byte. An integer between ``127 * k + 1`` and ``127 * (k +
     1)`` needs k extra bytes. The target is accepted if the row needs at most ``max_extras`` extra bytes, and
-    if ``fits``: whether all smaller targets were accepted.
+    if ``fits`` is true, which means that all smaller targets were accepted.
 
     Returns:
         The largest accepted target, and whether 127 * MULTIPLE was accepted.

@@ -54,9 +54,10 @@ def keep_inputs(
     inputs, x, slots, saves, row_offsets, lengths, width, stride,
     KEPT: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs before the end of the step, and before each saved row, to their states.
+    """Write the last KEPT inputs of a sequence to its state.
 
-    Grid: sequences, tiles of WIDTH channels.
+    For each save, write also the last KEPT inputs up to the saved row to the state of the save. Grid:
+    sequences, tiles of WIDTH channels.
     """
     launch_next_and_wait(PDL)
     sequence = tl.program_id(0)
@@ -137,17 +138,19 @@ def delta_rule(
 
 @triton.jit
 def apply_gate(
-    out, x, gate, heads, dim, x0, x1, g0, g1,
+    out, x, gate, heads, dim, x_row_stride, x_head_stride, gate_row_stride, gate_head_stride,
     WIDTH: tl.constexpr, IS_SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row by the sigmoid or the SiLU of its gates. Grid: rows."""
+    """Multiply one head of one row by the sigmoid or the SiLU of its gates. Grid: rows * heads."""
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     is_column = columns < dim
     token, head = row // heads, row % heads
-    values = tl.load(x + token * x0 + head * x1 + columns, mask=is_column, other=0.0).to(tl.float32)
-    gates = tl.load(gate + token * g0 + head * g1 + columns, mask=is_column, other=0.0).to(tl.float32)
+    x_offsets = token * x_row_stride + head * x_head_stride + columns
+    values = tl.load(x + x_offsets, mask=is_column, other=0.0).to(tl.float32)
+    gate_offsets = token * gate_row_stride + head * gate_head_stride + columns
+    gates = tl.load(gate + gate_offsets, mask=is_column, other=0.0).to(tl.float32)
     factors = 1 / (1 + tl.exp(-gates))
     if IS_SILU:
         factors = gates * factors

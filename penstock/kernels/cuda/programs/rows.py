@@ -101,8 +101,8 @@ def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.const
 def gate(out, x, width, row_stride, alpha, limit, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Multiply the activation of the first half of a row by the second half.
 
-    Grid: rows, tiles of WIDTH columns. ``alpha`` and ``limit`` are used only by the KIND "clamped_swiglu". It
-    clamps both halves and adds 1 to the second half.
+    Grid: rows, tiles of WIDTH columns. ``alpha`` and ``limit`` are used only by the KIND "clamped_swiglu",
+    which `ClampedSwiGLU` defines.
     """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)

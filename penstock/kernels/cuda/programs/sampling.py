@@ -5,11 +5,9 @@ Three programs run one after the other. Each row is divided into chunks of token
 1. `summarize` finds the largest logit of each chunk. For rows with top_k or top_p it also writes a histogram
    of the logits of each chunk.
 2. `select` computes from the histograms of all chunks a limit below which top_k or top_p keep no token. It
-lists
-   the tokens of each chunk whose logits are not below this limit. For rows without top_k it also adds up the
-   weights of each chunk.
-3. `draw` finds the kept tokens, among the listed tokens if their list is short enough. It draws one of
-them.
+   lists the tokens of each chunk whose logits are not below this limit. For rows without top_k it also adds
+   up the weights (`exp_weights`) of the tokens of each chunk.
+3. `draw` finds the kept tokens, among the listed tokens if their list is short enough. It draws one of them.
 
 Tokens are ranked by descending logit, then by ascending id. The rules top_k and top_p keep the first tokens
 of this order. The result of a rule is therefore described by the smallest kept logit, and by the number of
@@ -106,9 +104,9 @@ def select(
     """For some chunks of a row, list the tokens that top_k or top_p may keep, and write the number of them.
 
     Grid: rows, programs per row. Each of the n programs of a row processes every n-th chunk. If the row has
-    no top_k, the program also writes the mass of each chunk: with a top_p the mass of all tokens of the
-    chunk, otherwise the mass of the tokens that min_p keeps. Nothing is written for greedy rows and for rows
-    without a valid token.
+    no top_k, the program also writes a sum of weights for each chunk: that of all tokens if the row has a
+    top_p, else that of the tokens that min_p keeps. Nothing is written for greedy rows, rows with a NaN or
+    +inf, and rows without an allowed logit above -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row).to(tl.float64)
@@ -160,15 +158,17 @@ def _distance_limit(
 ):  # fmt: skip
     """Return a distance from the largest logit, in bins, beyond which the first rule of a row keeps no token.
 
-    The first rule is top_k, or top_p if the row has no top_k. With ``IS_NEAR``, the function returns instead
-    the distance at which the nearest tokens reach the amount that the rule keeps. If no distance up to
-    `_MAX_DISTANCE` is valid, the result is above `_MAX_DISTANCE`. The amounts are float32 sums and therefore
-    not exact. To allow for this, FACTOR makes the distance of a top_p larger, or smaller with ``IS_NEAR``.
-    The last bin of a chunk has no lower end, so its tokens may be at any distance beyond its upper end.
+    The first rule is top_k, or top_p if the row has no top_k. The amount of tokens is their number for top_k,
+    and the sum of their weights for top_p. The result is the smallest distance within which tokens have the
+    amount that the rule keeps, or above `_MAX_DISTANCE` if no distance up to it is enough. The last bin of a
+    chunk has no lower end, so its tokens may be at any distance beyond its upper end. They count as too far.
+    With ``IS_NEAR`` they count as at the upper end, and the last kept token is at least at the returned
+    distance. Amounts are rounded to float32. To allow for this, FACTOR makes the distance of a top_p larger,
+    or smaller with ``IS_NEAR``.
 
-    For top_p there is another limit, which does not depend on the histograms. The tokens whose weight is at
-    most ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p
-    removes, so top_p keeps none of them.
+    Without ``IS_NEAR``, the result is limited further for a top_p below 1. The tokens whose weight is at most
+    ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p removes,
+    so top_p keeps none of them.
     """
     FACTOR: tl.constexpr = 0.9999 if IS_NEAR else 1.0001
     is_top_k = (top_k > 0) & (top_k < vocabulary)
@@ -207,7 +207,10 @@ def _threshold_range(
     histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks,
     CHUNKS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Return the smallest and the largest possible threshold of the first rule of a row, as int64 keys."""
+    """Return the smallest and the largest possible threshold (`draws`) of the first rule of a row.
+
+    Both are int64 keys. The first rule is top_k, or top_p if the row has no top_k.
+    """
     is_top_k = (top_k > 0) & (top_k < vocabulary)
     near = _distance_limit(
         histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, True
@@ -217,7 +220,7 @@ def _threshold_range(
     )
     top_bin = _find_bins(max_logit, temperature, is_top_k)
     width = tl.where(is_top_k, 1 / _BINS_PER_LOGIT, temperature / _BINS_PER_NAT)
-    # The range is one bin larger on both sides, because the products are rounded.
+    # The range is one bin larger on both sides, because the product of a bin number and `width` is rounded.
     lowest = tl.maximum((top_bin - far.to(tl.float64) - 1) * width, -3.4028234663852886e38)
     highest = tl.minimum((top_bin - near.to(tl.float64) + 2) * width, max_logit.to(tl.float64))
     low = sort_keys(lowest.to(tl.float32), SHIFT)
@@ -233,7 +236,9 @@ def draw(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SMALL_LIST: tl.constexpr, LARGE_LIST: tl.constexpr,
     SHIFT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the token of one row; -1 if a logit is NaN or +inf, or if no token is allowed. Grid: rows.
+    """Write the token of one row; -1 if a logit is NaN or +inf, or if no allowed logit is above -inf.
+
+    Grid: rows.
 
     Lists of up to ``SMALL_LIST`` or ``LARGE_LIST`` tokens are held in registers. If a list is longer, all
     tokens of the row are read again. ``SHIFT`` is the number of low bits that are 0 in every logit.

@@ -64,7 +64,10 @@ def merge_partial(max_score, sum_exp, out, other_max, other_sum_exp, other_out):
 
 @triton.jit
 def divide_by_sum(max_score, sum_exp, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
-    """Return the attention: the weighted sum of values, divided by the sum of exponentials and the sink."""
+    """Return the attention: the weighted sum of values, divided by the sum of exponentials.
+
+    With sinks, the exponential of the head's sink is part of the sum.
+    """
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         new_max = tl.maximum(max_score, sink)

@@ -45,7 +45,7 @@ def tanh(x):
 
 @triton.jit
 def round_half_even(x):
-    """Round numbers below 2**22 to integers, half to even.
+    """Round numbers with magnitudes below 2**22 to integers, half to even.
 
     The sum of a number and 1.5 * 2**23 has no fraction bits.
     """
