@@ -361,11 +361,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return self._to_device(np.maximum(lengths.repeat(row_counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
-        """Check the contexts with ``pixel_values``.
-
-        Raises:
-            UnsupportedFeatureError: the model reads text only, or a context lacks the metadata of its images.
-        """
+        """Raise an `UnsupportedFeatureError` if the model cannot read images or a context lacks metadata."""
         for context in contexts:
             if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
                 continue
@@ -379,11 +375,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _image_spans(
         self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds`: the span of a row's image, or of the row alone.
-
-        Returns:
-            None if no active token belongs to an image with bidirectional attention.
-        """
+        """Return `ImageSpans.bounds` of the batch; None if it has no images with bidirectional attention."""
         spans: np.ndarray | None = None
         first_row = 0
         for context, count in zip(contexts, row_counts.tolist(), strict=True):
