@@ -3,8 +3,8 @@
 The effect of a rounding error of a weight on the output is proportional to the input of the weight. In
 trained models, some inputs of a layer are a hundred times as large as its other inputs (Lin et al. 2023,
 arXiv:2306.00978). The set of large inputs hardly depends on the text: statistics of 16 random tokens are as
-good as statistics of 1,500 generated tokens. The loader therefore runs 16 random tokens through the mapped
-float weights. It packs each layer except experts right after its first use, so that its weights are
+good as statistics of 1,500 generated tokens. `pack_calibrated` therefore runs 16 random tokens through the
+mapped float weights. It packs each layer except experts right after its first use, so that its weights are
 read once.
 """
 

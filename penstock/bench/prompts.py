@@ -72,7 +72,7 @@ class RequestTemplate:
 async def random_prompts(
     client: HttpClient, model: str, endpoint: EndpointName, count: int, length: int, seed: int
 ) -> list[BenchPrompt]:
-    """Return prompts of random tokens without common prefixes, so that a prefix cache has no hits.
+    """Return independent prompts of random tokens, so that a prefix cache has almost no hits.
 
     The tokens are those of a list of English words.
 

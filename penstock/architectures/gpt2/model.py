@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, ungated MLPs, biases in all blocks."""
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, ungated MLPs, biases in attention and MLP."""
 
 from __future__ import annotations
 
