@@ -48,9 +48,9 @@ def __dir__() -> list[str]:
 
 
 def _limit_torch_instruction_set() -> None:
-    """Limit the instruction set of torch's kernels to ``PENSTOCK_ISA``.
+    """Limit torch and oneDNN to the instruction set ``PENSTOCK_ISA``, if they have a limit for it.
 
-    This function sets environment variables that torch reads on import, unless the user has set them.
+    This function sets environment variables that torch and oneDNN read, unless the user has set them.
     """
     isa = os.environ.get("PENSTOCK_ISA")
     for variable, values in _TORCH_VARIABLES.items():

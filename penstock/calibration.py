@@ -3,8 +3,9 @@
 The effect of a rounding error of a weight on the output is proportional to the input of the weight. In
 trained models, some inputs of a layer are a hundred times as large as its other inputs (Lin et al. 2023,
 arXiv:2306.00978). The set of large inputs hardly depends on the text: statistics of 16 random tokens are as
-good as statistics of 1,500 generated tokens. The loader therefore runs 16 random tokens through the mapped
-float weights. It packs each layer right after its use, so that every weight is read once.
+good as statistics of 1,500 generated tokens. `pack_calibrated` therefore runs 16 random tokens through the
+mapped float weights. It packs each layer except experts right after its first use, so that its weights are
+read once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 NUM_TOKENS = 16
 _BLOCK_SIZE = 16
 _MIN_IMPORTANCE = 1e-6
-"""Minimum importance of an input, relative to the mean importance."""
+"""Value that is added to the importance of each input."""
 
 
 class CalibrationNetwork(Protocol):

@@ -75,7 +75,7 @@ class DecoderModel(NetworkModel[TextContext]):
     @classmethod
     @abstractmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
-        """Return the layers, kv heads, head sizes and windows of the KV cache."""
+        """Return the specification of the KV cache of the whole model, with the kv heads of all ranks."""
 
     @classmethod
     @abstractmethod
@@ -135,7 +135,7 @@ class DecoderModel(NetworkModel[TextContext]):
             kv_cache_inputs: the block tables of the batch.
             return_n_logits: how many of the last rows of each sequence get logits: one number, or one number
                 per sequence. Only `ReturnLogits.VARIABLE` uses it.
-            drafts: the drafted tokens of each context.
+            drafts: the drafted tokens of each context; None for no drafts.
         """
         contexts = [context for replica in replica_batches for context in replica]
         self._check_images(contexts)
@@ -321,7 +321,7 @@ class DecoderModel(NetworkModel[TextContext]):
         )
 
     def _plan_cache(self, available_cache_memory: int) -> MemoryPlan:
-        """Return the memory plan, with a smaller KV cache if less memory is available."""
+        """Return the memory plan, with a smaller KV cache if less memory is available than planned."""
         plan = self.memory_plan
         if available_cache_memory < plan.kv_cache_size:
             smaller_cache = replace(self.kv_cache_config, memory=available_cache_memory)
@@ -350,7 +350,7 @@ class DecoderModel(NetworkModel[TextContext]):
         """Return the sequence length that sets the rotary angles of each row; None if positions suffice.
 
         It is the prompt length or the row's position + 1, whichever is larger, as in transformers. It is at
-        least the shortest length of the context's `KVCacheSpec.regime`, so that recomputed keys are equal.
+        least `KVCacheSpec.min_regime_length` of the context, so that recomputed keys do not change.
         """
         spec = self.kv_cache_spec
         if not self.network.is_length_dependent or spec is None:
@@ -361,7 +361,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return self._to_device(np.maximum(lengths.repeat(row_counts), positions + 1), np.int64)
 
     def _check_images(self, contexts: Sequence[TextContext]) -> None:
-        """Raise an `UnsupportedFeatureError` if a context has images that the model cannot read."""
+        """Raise an `UnsupportedFeatureError` if the model cannot read images or a context lacks metadata."""
         for context in contexts:
             if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
                 continue
@@ -375,7 +375,7 @@ class DecoderModel(NetworkModel[TextContext]):
     def _image_spans(
         self, contexts: Sequence[TextContext], row_counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T, 2]
-        """Return `ImageSpans.bounds`: the span of a row's image, or of the row alone. None without images."""
+        """Return `ImageSpans.bounds` of the batch; None if it has no images with bidirectional attention."""
         spans: np.ndarray | None = None
         first_row = 0
         for context, count in zip(contexts, row_counts.tolist(), strict=True):

@@ -106,7 +106,7 @@ class EmbedderModel(EncoderModel):
     def classifier(
         cls, load: Loader, huggingface_config: HuggingFaceConfig, trunk: DecoderTrunk
     ) -> ClassificationHead | None:
-        """Return the classification head of the checkpoint; None without one."""
+        """Return the classification head; None if ``architectures`` does not name a sequence classifier."""
         if not has_head(huggingface_config, "ForSequenceClassification"):
             return None
         labels, hidden = num_labels(huggingface_config), trunk.embedding.table.shape[1]

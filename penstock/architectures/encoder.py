@@ -35,7 +35,10 @@ class EncoderNetwork(Protocol):
 
     @property
     def classifier(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
-        """The head of a sequence classifier, ``[B, E] -> [B, labels]``; None without one."""
+        """The head of a sequence classifier, ``[R, E] -> [R, labels]``; None without one.
+
+        A row is a pooled input, or a token if `EncoderModel.pools_logits` is true.
+        """
         ...
 
     @property

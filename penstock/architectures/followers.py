@@ -39,7 +39,7 @@ class Follower:
 
         Raises:
             EOFError: rank 0 has closed the model or has ended.
-            RankFailedError: another rank has ended.
+            RankFailedError: another rank has ended or does not respond, or a step has failed.
         """
         while True:
             method, arguments = pickle.loads(ranks.receive())

@@ -1,4 +1,4 @@
-"""`HybridModel`: a decoder in which most layers have linear attention, and the others full attention."""
+"""`HybridModel`: a decoder of layers with linear attention and layers with full attention."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ LINEAR = "linear_attention"
 """The type of a layer with linear attention."""
 
 CONVOLUTION = ".conv1d.weight"
-"""The name of the convolution of linear attention, see `TensorNames.other_tables`."""
+"""The end of the tensor name of the convolution of linear attention, see `TensorNames.other_tables`."""
 GATES = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
-"""The names of the gates of linear attention, see `TensorNames.unquantized`."""
+"""The ends of the tensor names of the gates of linear attention, see `TensorNames.unquantized`."""
 
 
 class HybridModel(TransformerModel):
@@ -64,7 +64,7 @@ class HybridModel(TransformerModel):
                 layer=index,
                 is_by_key_head=cls.is_by_key_head,
             )
-            return cast(Attention, linear_attention)  # blocks only call it
+            return cast(Attention, linear_attention)  # a block only calls its attention
 
         feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
         return replace(llama_parts(load, blueprint), attention=read, feed_forward=feed_forward)
@@ -90,7 +90,9 @@ class HybridModel(TransformerModel):
 
 
 def hybrid_layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
-    """Return `LINEAR` or `FULL` for each layer: ``layer_types``, or by default full attention in each 4th.
+    """Return `LINEAR` or `FULL` for each layer, as in ``layer_types``.
+
+    Without ``layer_types``, each n-th layer has full attention; n is ``full_attention_interval``, or 4.
 
     Raises:
         ConfigError: the value is not a list of these names, one for each layer, or it lacks one of them.

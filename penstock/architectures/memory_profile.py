@@ -1,4 +1,4 @@
-"""Plans memory from the measured size of the weights and of the largest step.
+"""Plans memory from measurements: the size of the weights, and the peak memory of the largest step.
 
 The plan is made before the KV cache is allocated.
 """
@@ -63,7 +63,7 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
 
 
 def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryPlan) -> None:
-    """Run the largest step of a plan, on a minimal KV cache that is freed afterwards."""
+    """Run the largest step of a plan and sample from its logits, on a minimal KV cache."""
     contexts = _largest_batch(plan)
     blocks = sum(-(-context.current_length // plan.block_size) for context in contexts)
     device = model.devices[0].torch_device

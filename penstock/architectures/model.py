@@ -59,7 +59,7 @@ class ModelInputs:
     row_offsets: Tensor = _UNSET
     """``[B + 1]`` int32: sequence b owns rows ``row_offsets[b]:row_offsets[b + 1]``."""
     positions: Tensor = _UNSET
-    """``[T]`` int64; ``[3, T]`` for images in a model with multimodal RoPE."""
+    """``[T]`` int64; ``[3, T]`` with multimodal RoPE if the positions of a token differ between the axes."""
     logit_rows: Tensor = _UNSET
     """``[R]`` int64: the rows whose logits are computed."""
     logit_offsets: Tensor = _UNSET
@@ -91,7 +91,7 @@ class ModelOutputs:
     """The result of one forward."""
 
     next_token_logits: Tensor | None = None
-    """``[B, V]``: logits of the last row of each sequence; None if `logits` has other rows."""
+    """``[B, V]``: logits of the last row of each sequence; None if `logits` is None or has other rows."""
     logits: Tensor | None = None
     """``[R, V]``: the requested rows of logits, grouped by sequence."""
     logit_offsets: Tensor | None = None
@@ -214,7 +214,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def kv_spec(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> KVCacheSpec | None:
-        """Return the layers, kv heads, head sizes and windows of the KV cache; None without a cache."""
+        """Return the specification of the KV cache of the whole model; None without a cache."""
         return None
 
     @classmethod
@@ -348,7 +348,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _free_memory(self, weights_size: int) -> int:
         """Return the bytes available for weights, activations and KV cache before the model is loaded."""
-        # The buffer is read before the free memory, because a thread moves free memory to the buffer.
+        # `prefaulted` is read before the free memory, because a thread moves free memory into it.
         free = self.session.prefaulted.num_idle
         free += self.session.free_memory_of(self.devices)
         private = private_memory.free()

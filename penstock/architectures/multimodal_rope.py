@@ -90,7 +90,7 @@ def multimodal_positions(context: TextContext, num_tokens: int, merge_size: int)
 def patches_and_grid(
     image: ImageMetadata, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the patches ``[T, C 2 p p]`` of an image on a device, and a list with its grid."""
+    """Return the patches ``[T, C 2 p p]`` of an image, and a list with its patch rows and columns."""
     _, height, width = image.arguments[GRID_ARGUMENT].tolist()
     return torch.from_numpy(image.pixel_values).to(device, dtype), [(height, width)]
 
@@ -118,8 +118,7 @@ def sectioned_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
 def interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
     """Return the position axis of each pair of dims if the axes are interleaved.
 
-    Axes 1 and 2 each rotate every third pair, up to the length of their section. Axis 0 rotates all other
-    pairs.
+    Axis a, 1 or 2, rotates the pairs ``3 i + a`` for i below ``sections[a]``. Axis 0 rotates all other pairs.
     """
     return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
 

@@ -111,7 +111,7 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
 
 
 def later_step_tensors(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
-    """Return, by name, all tensors except the tokens that change between ``num_steps`` decode steps.
+    """Return, by name, the tensors that change between ``num_steps`` decode steps, except the tokens.
 
     Each tensor is ``[n, ...]`` and starts with the values of ``inputs``.
 

@@ -68,7 +68,7 @@ class ModuleNetwork:
         return logits
 
     def head(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Not used, because the module applies its head itself."""
+        """Not used; `logits` runs the module, which applies its head itself."""
         raise NotImplementedError
 
     def __call__(

@@ -156,7 +156,7 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
 
     def adapted_layers(self, loader: Loader) -> Mapping[str, PackedLinear]:
-        """Return the layers of the decoder only, because encoder outputs are shared between adapters."""
+        """Return the layers of the decoder only: requests with different adapters share image embeddings."""
         names = self.tensor_names(self.pipeline_config.model.huggingface_config)
         return {
             name: layer

@@ -29,8 +29,8 @@ class Load:
     rate: float | None = None
     """Mean number of requests per second (a Poisson process). With a rate, the load is an open loop."""
     timeout: float = 600.0
-    """Number of seconds after which a request counts as failed. Includes the wait because of
-    ``concurrency``."""
+    """Number of seconds after which a request counts as failed. In an open loop, this
+    includes the wait because of ``concurrency``."""
     seed: int = 0
 
 
@@ -71,9 +71,9 @@ async def measure(
         path: the path of the endpoint.
         bodies: the bodies of the requests.
         load: the concurrency or the rate.
-        stop: stops the measurement when it is set. Running requests are cancelled and counted as
-            ``interrupted``.
-        on_end: called with the outcome of each request that has ended.
+        stop: stops the measurement when it is set. All requests that have not ended are
+            cancelled and counted as ``interrupted``.
+        on_end: called with the outcome of each request that has ended or is cancelled.
     """
     run = _Run(client, path, load, on_end)
     send_task = asyncio.ensure_future(run.run_open_loop(bodies) if load.rate else run.run_closed_loop(bodies))
@@ -93,7 +93,7 @@ async def measure(
 
 
 async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
-    """Return the seconds of ``count`` GET requests, which are sent one after another on one connection.
+    """Return the seconds of ``count`` GET requests, which are sent one after another.
 
     The route ``path`` should need no computation, so that the seconds are the overhead of server and network.
     An additional first request is not counted, because it may open the connection. The list ends at the first

@@ -21,7 +21,7 @@ class Outcome:
     sent: float = 0.0
     ended: float = 0.0
     text_times: list[float] = field(default_factory=list)
-    """The arrival times of the stream events with text. An event can contain several tokens."""
+    """The arrival times of the stream events with text or tool calls. An event can contain several tokens."""
     prompt_tokens: int = 0
     """Number of prompt tokens in the server's ``usage``."""
     cached_tokens: int = 0

@@ -38,7 +38,7 @@ class RequestTemplate:
     temperature: float | None = 0.0
     seed: int = 0
     extra_fields: Mapping[str, object] = field(default_factory=dict)
-    """Additional fields of the body."""
+    """Additional fields of the body. They replace fields of the same name."""
 
     @property
     def path(self) -> str:
@@ -72,7 +72,7 @@ class RequestTemplate:
 async def random_prompts(
     client: HttpClient, model: str, endpoint: EndpointName, count: int, length: int, seed: int
 ) -> list[BenchPrompt]:
-    """Return prompts of random tokens without common prefixes, so that a prefix cache has no hits.
+    """Return independent prompts of random tokens, so that a prefix cache has almost no hits.
 
     The tokens are those of a list of English words.
 
@@ -87,7 +87,7 @@ async def random_prompts(
     generator = random.Random(seed)
     text = " ".join(generator.choices(_WORDS, k=2000))
     tokens: list[int] = (await _request_json(client, "/tokenize", {"model": model, "prompt": text}))["tokens"]
-    tokens = tokens[len(tokens) // 10 :]  # drops the BOS token
+    tokens = tokens[len(tokens) // 10 :]  # drops the first tokens, which can include BOS
     prompts = [generator.choices(tokens, k=length) for _ in range(count)]
     if endpoint == "completions":
         return list(prompts)
@@ -100,7 +100,7 @@ async def random_prompts(
 
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
-    """Return the prompts in a file, one per line.
+    """Return the prompts in a file, one per line that is not blank.
 
     A line of a ``.jsonl`` file is an object with ``prompt`` or ``messages``, or the prompt itself.
 

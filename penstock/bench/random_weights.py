@@ -131,7 +131,7 @@ def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str,
 def write_random_checkpoint(folder: Path, config: Mapping[str, object], *, seed: int = 0) -> Path:
     """Write a checkpoint with random weights and a tokenizer with the words ``t0``, ``t1`` and so on.
 
-    Vectors are filled with 1, matrices with small random numbers.
+    Tensors with at most one dimension are filled with 1, all others with small random numbers.
 
     Args:
         folder: an existing folder.
@@ -215,7 +215,9 @@ class _ShapeRecorder:
 def write_random_tensors(
     file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, *, seed: int = 0
 ) -> None:
-    """Write a safetensors file. Vectors are filled with 1, matrices with small random numbers.
+    """Write a safetensors file with random values.
+
+    Tensors with at most one dimension are filled with 1, all others with small random numbers.
 
     Args:
         file: the file.

@@ -64,7 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """For each request, the mean time per token after the first token."""
     end_to_end: Distribution | None
     round_trip: Distribution | None = None
-    """Round-trip times of the small requests that were sent on one connection before the load test."""
+    """Round-trip times of the small requests that were sent before the load test."""
 
     @classmethod
     def from_measurement(cls, measurement: Measurement) -> Summary:

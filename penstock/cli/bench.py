@@ -66,7 +66,7 @@ command.add_command(run)
     "--concurrency",
     type=click.IntRange(1),
     help="Number of concurrent requests: when one ends, the next is sent. With --rate, their maximum "
-    "number.  [default: 8]",
+    "number.  [default: 8; with --rate no limit]",
 )
 @click.option(
     "--rate",
@@ -80,7 +80,7 @@ command.add_command(run)
     type=click.IntRange(1),
     default=128,
     show_default=True,
-    help="Tokens in each random prompt.",
+    help="Tokens in each random prompt; approximate for the endpoint chat.",
 )
 @click.option(
     "--output-length", type=click.IntRange(1), default=64, show_default=True, help="Tokens in each response."
@@ -219,6 +219,7 @@ async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tupl
 
     Raises:
         ConfigError: the server does not answer.
+        InputError: the server or the file of prompts cannot supply the model name or the prompts.
     """
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import random_prompts, read_prompts, repeat_prompts, served_model

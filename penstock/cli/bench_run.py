@@ -31,7 +31,7 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
     help="The workload to measure; may be repeated.  [default: all]",
 )
 @click.option(
-    "--shape", help="Use random weights instead of --model: l110m, l1b or the path of a config.json."
+    "--shape", help="Use random weights instead of --model: l110m, l1b, q800m or the path of a config.json."
 )
 @click.option(
     "--prompt-length",

@@ -129,7 +129,7 @@ class ServerBackend:
 
         Raises:
             RequestFailedError: the data of an event are not JSON.
-            UnavailableError: the connection fails, or no data arrive for `_TIMEOUT` seconds.
+            UnavailableError: the connection fails, or no data arrive for `_TIMEOUT_SECONDS`.
         """
         try:
             for line in response:

@@ -28,14 +28,15 @@ SETTINGS: dict[str, Callable[[str], object]] = {
     "repetition_penalty": float,
     "stop": json.loads,
 }
-"""Setting -> function that parses its text. ``stop`` is a text or a JSON list of texts."""
+"""Setting -> function that parses its text. ``stop`` is a JSON string or a JSON list of strings."""
 
 HELP = """\
 /system [TEXT]       set the system message; without a text, show it; /system none removes it
 /set [NAME [VALUE]]  set a sampling parameter, also as NAME=VALUE; without a value, remove it; without
                      a name, list all
 /image FILE          add an image to the next question; /image none removes the images
-/clear               remove the conversation; the system message and the settings remain
+/clear               remove the conversation and the images of the next question; the system message
+                     and the settings remain
 /undo                remove the last question and its answer
 /retry               answer the last question again
 /save FILE           write the conversation and the settings to a JSON file

@@ -75,9 +75,9 @@ class Environment:
     numa_nodes: dict[str, str]
     """NUMA node -> its processors."""
     workers: list[str]
-    """The processors and the threads of each worker, if there are several."""
+    """The processors and the threads of each worker; empty for one worker."""
     ranks: list[str]
-    """The processors and the threads of each rank of a divided model."""
+    """The processors and the threads of each rank of a divided model; empty for one rank."""
     openmp: list[str]
     """OpenMP libraries in this process. With more than one, their threads compete for the cores."""
 

@@ -46,8 +46,8 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="An image for a model that reads images; may be repeated. Images come before the text of a message, "
-    "unless the prompt has a placeholder of the model, such as <image>, for each image.",
+    help="An image for a model that reads images; may be repeated. If the prompt has no placeholder of the "
+    "model, such as <image>, the prompt is formatted as with --chat, with the images before the text.",
 )
 @click.option("--system", metavar="TEXT", help="A system message before the prompt; needs --chat.")
 @click.option(

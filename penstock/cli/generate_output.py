@@ -155,14 +155,17 @@ def print_memory_plan(llm: LLM) -> None:
 
 
 def speculation_counts(llm: LLM) -> dict[str, object]:
-    """Return the speculation counts for the JSON object; empty without speculation."""
+    """Return the speculation counts for the JSON object.
+
+    Empty without speculation, unless a grammar has forced tokens.
+    """
     stats = llm.pipeline.speculation_stats
     is_used = llm.config.speculative.method is not None or stats.num_forced > 0
     return {"speculation": stats.summary()} if is_used else {}
 
 
 def print_speculation(llm: LLM) -> None:
-    """Print the speculation counts on standard error. Prints nothing without speculation."""
+    """Print the speculation counts on standard error. Prints nothing if `speculation_counts` is empty."""
     stats = llm.pipeline.speculation_stats
     if speculation_counts(llm):
         click.echo(

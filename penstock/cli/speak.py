@@ -97,7 +97,7 @@ def command(
 
 
 def chosen_format(output: Path, file_format: str | None) -> str:
-    """Return the audio format of the output file.
+    """Return ``file_format``, else the format of the file's suffix, else wav.
 
     Raises:
         InputError: the suffix of the file is not a known format, and no format is given.

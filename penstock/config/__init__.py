@@ -42,7 +42,7 @@ __all__ = [
 
 
 def upper_bounded_default(upper_bound: int, default: int | None) -> int:
-    """Return ``default``, the configured maximum length of a model, or ``upper_bound`` if it is None.
+    """Return ``default``, the configured maximum length of a model; ``upper_bound`` if ``default`` is None.
 
     Raises:
         ConfigError: ``default`` exceeds ``upper_bound``.

@@ -27,7 +27,7 @@ _DEFAULT_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The rotary embedding parameters used if ``config.json`` has none."""
+"""The RoPE parameters if ``config.json`` has neither ``rope_parameters`` nor ``rope_scaling``."""
 
 _XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
 
@@ -92,7 +92,8 @@ class ApertusModel(TransformerModel):
         if not has_rope and config.number("rope_theta", _ROPE_THETA) != _ROPE_THETA:
             raise ConfigError(
                 "rope_theta",
-                f"must be {_ROPE_THETA:g} if no rope_parameters are set, was {config['rope_theta']!r}",
+                f"must be {_ROPE_THETA:g} without rope_parameters and rope_scaling, "
+                f"was {config['rope_theta']!r}",
             )
         attention_bias = config.flag("attention_bias")
         return Blueprint.from_huggingface(

@@ -36,5 +36,5 @@ class Ernie45Model(TransformerModel):
 
 
 def _head_dim(config: HuggingFaceConfig) -> int | None:
-    """Return the default head size: 128 if ``head_dim`` is absent; None, for hidden size / heads, if null."""
+    """Return 128 if ``head_dim`` is absent, else None. A null ``head_dim`` then means hidden size / heads."""
     return None if "head_dim" in config else 128

@@ -36,7 +36,7 @@ class Gemma3Vision:
 
     tower: VisionTower
     norm: RMSNorm
-    projection: Linear  # [E] -> [E of the decoder]
+    projection: Linear  # [E] -> [D], D: the hidden size of the decoder
     pooled_side: int  # embeddings per side of an image, after pooling
     device: torch.device
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Gemma3Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the decoder embeddings ``[pooled_side^2, E]`` of each image."""
+        """Return the decoder embeddings ``[pooled_side^2, D]`` of each image."""
         sizes, num_images, side = self.tower.sizes, len(images), self.pooled_side
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         patches = flatten_patches(pixels.to(self.device, self.dtype), sizes.patch_size)

@@ -25,6 +25,7 @@ class Gemma3TextEmbedder(EmbedderModel):
         blueprint = super().blueprint(causal)
         if cls.is_causal(huggingface_config):
             return blueprint
-        # ``sliding_window`` counts keys in both directions, `Attention.window` keys in one direction.
+        # ``sliding_window`` counts the keys of both directions. `Attention.window` counts the query and the
+        # keys of one direction.
         windows = tuple(size and size // 2 + 1 for size in blueprint.windows)
         return replace(blueprint, windows=windows)

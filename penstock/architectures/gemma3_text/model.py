@@ -45,7 +45,7 @@ class Gemma3TextModel(TransformerModel):
             logit_soft_cap=config.optional_number("final_logit_softcapping"),
             head_norms="each",
             windows=layer_windows(config, types, 4096),
-            max_length=config.integer("max_position_embeddings"),  # includes the rope extension
+            max_length=config.integer("max_position_embeddings"),  # already multiplied by the RoPE factor
             rotaries=tuple(rotaries.values()),
             rotary_indices=tuple(list(rotaries).index(kind) for kind in types),
         )

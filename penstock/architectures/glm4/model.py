@@ -1,4 +1,4 @@
-"""GLM-4-0414 (model card of zai-org/GLM-4-9B-0414): GLM with norms before and after the layers."""
+"""GLM-4-0414 (model card of zai-org/GLM-4-9B-0414): GLM with norms before and after attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, no gates, biases in all linear layers."""
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, ungated MLPs, biases in attention and MLP."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ class GPT2Network:
 
 
 def with_prefix(name: str) -> str:
-    """Return a tensor name with the prefix ``transformer.``. OpenAI's checkpoints omit this prefix."""
+    """Return a tensor name with the prefix ``transformer.``, which OpenAI's checkpoints omit.
+
+    Names of the head do not get the prefix.
+    """
     return name if name.startswith((NAMES.prefix, f"{NAMES.head}.")) else f"{NAMES.prefix}{name}"
 
 

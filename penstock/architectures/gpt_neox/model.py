@@ -1,7 +1,7 @@
 """GPT-NeoX (Black et al. 2022, arXiv:2204.06745): parallel attention and feed-forward layers.
 
-Each of the two layers has its own norm and, by default, biases. The feed-forward layer is ungated. A
-checkpoint can also select sequential layers.
+Each of the two layers has its own norm. The feed-forward layer is ungated and has biases. If
+``use_parallel_residual`` is false, the feed-forward layer follows attention.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GPTNeoXAttention(Attention):
 
 
 def rename_head(name: str) -> str:
-    """Return a tensor name as in EleutherAI's files. Other files call the head ``lm_head``."""
+    """Return a tensor name as in EleutherAI's files. Some other files call the head ``lm_head``."""
     return name.replace("lm_head.", "embed_out.") if name.startswith("lm_head.") else name
 
 

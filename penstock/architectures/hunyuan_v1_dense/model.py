@@ -1,4 +1,4 @@
-"""Hunyuan dense models (model card of tencent/Hunyuan-7B-Instruct): Llama with norms after RoPE."""
+"""Hunyuan dense models (model card of tencent/Hunyuan-7B-Instruct): Llama with Q and K norms after RoPE."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Idefics3Vision:
     """The vision tower, and the projection of squares of patches to decoder embeddings."""
 
     tower: VisionTower
-    projection: Linear  # [s^2 E] -> [E of the decoder]
+    projection: Linear  # [s^2 E] -> [D], D: the hidden size of the decoder
     scale: int  # s: patches per decoder embedding, in each direction
     device: torch.device
     dtype: torch.dtype
@@ -65,18 +65,18 @@ class Idefics3Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image, encoded in batches of tiles."""
+        """Return the decoder embeddings ``[embedding_rows, D]`` of each image, from batches of tiles."""
         return [torch.cat(list(self._encode(image, run))) for image in images]
 
     def _encode(self, image: ImageMetadata, run: EncoderRunner) -> Iterator[Tensor]:
-        """Yield the embeddings ``[n, E]`` of each batch of an image's tiles."""
+        """Yield the decoder embeddings ``[n, D]`` of each batch of an image's tiles."""
         pixels = torch.from_numpy(image.pixel_values).to(self.device, self.dtype)  # [N, C, h, w]
         patches = num_patches(image, self.tower.sizes.patch_size)
         for tiles in torch.split(pixels, max(1, MAX_ROWS * len(pixels) // patches)):
             yield self.encode_tiles(tiles, run)
 
     def encode_tiles(self, pixels: Tensor, run: EncoderRunner) -> Tensor:
-        """Return the decoder embeddings ``[N h w / (p s)^2, E]`` of N tiles with patches of size p.
+        """Return the decoder embeddings ``[N h w / (p s)^2, D]`` of N tiles with patches of size p.
 
         Args:
             pixels: ``[N, C, h, w]``.

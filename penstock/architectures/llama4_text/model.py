@@ -1,9 +1,9 @@
 """Llama 4 (Meta 2025, The Llama 4 herd): chunked attention, and experts with scaled inputs.
 
-Most layers apply interleaved RoPE, then norms of queries and keys, and attend within chunks of consecutive
-tokens. All other layers have no RoPE and attend to all keys. These layers scale each query by a factor that
-grows with its position. The input of a selected expert is multiplied by the sigmoid of the expert's router
-logit. A shared expert computes every row.
+By default, three of four layers apply interleaved RoPE, then norms of queries and keys, and attend within
+chunks of consecutive tokens. The other layers have no RoPE and attend to all keys. By default, these layers
+scale each query by a factor that grows with its position. The input of a selected expert is multiplied by the
+sigmoid of the expert's router logit. A shared expert computes every row.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LlavaEncoder:
     dtype: torch.dtype
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        """Return the decoder embeddings ``[embedding_rows, E]`` of each image."""
         ops = run.ops
         pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
         pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]

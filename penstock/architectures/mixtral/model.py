@@ -44,7 +44,7 @@ class MixtralModel(TransformerModel):
 
         def read(name: str, layer: int) -> Experts:
             names = blueprint.names
-            if f"{name}.{names.router}.weight" not in load.source:  # older files
+            if f"{name}.{names.router}.weight" not in load.source:  # older files use the name below
                 name = name.removesuffix(names.feed_forward) + "block_sparse_moe"
             return Experts(
                 load_router(load, f"{name}.{names.router}", num_experts, blueprint.hidden),

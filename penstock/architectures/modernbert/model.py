@@ -56,7 +56,11 @@ class ModernBertBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows]
     ) -> tuple[Tensor, Tensor]:
-        """``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``."""
+        """Return the output of the feed-forward layer, and the residual to which the caller must add it.
+
+        ``x [T, E]`` is the output of the previous block, not yet added to ``residual [T, E]``. In block 0,
+        ``residual`` is None.
+        """
         if self.attention_norm is None or residual is None:
             normalized, total = x, x
         else:

@@ -1,4 +1,4 @@
-"""Nemotron-4 (Parmar et al. 2024, arXiv:2402.16819): layer norm weights 1 + w, squared ReLU, no gates."""
+"""Nemotron-4 (Parmar et al. 2024, arXiv:2402.16819): layer norm weights 1 + w, squared ReLU, ungated MLPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo et al. 2025, arXiv:2501.00656): norms after the layers, and norms of queries and keys."""
+"""OLMo 2 (OLMo et al. 2025, arXiv:2501.00656): norms after attention and MLP, norms of queries and keys."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class WindowLayout:
     """The order of patches in the blocks: the patches of a window are adjacent."""
 
     order: Tensor  # [T] int64: the index of the patch in each row of the blocks' input
-    inverse: Tensor  # [T / merge^2] int64: the merged row of each merged patch
+    inverse: Tensor  # [T / merge^2] int64: the row of each merged patch in the merger's output
     row_offsets: Tensor  # [W + 1] int32: window w has rows row_offsets[w]:row_offsets[w + 1]
 
     @classmethod
@@ -65,7 +65,7 @@ class Qwen25Vision:
     """The indices of blocks with full attention within an image. In all other blocks, a patch attends to the
     patches of its window."""
     norm: RMSNorm
-    merger: MLP  # [merge^2 E] -> [E of the text model]
+    merger: MLP  # [merge^2 E] -> [D], D: the hidden size of the text model
     sizes: GridSizes
     window: int  # merged patches per window, in each direction
     device: torch.device
@@ -104,11 +104,11 @@ class Qwen25Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        """Return the embeddings ``[embedding_rows, D]`` of each image."""
         return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
-        """Return the merged rows ``[T / merge^2, E]`` of images.
+        """Return the merged rows ``[T / merge^2, D]`` of images.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.

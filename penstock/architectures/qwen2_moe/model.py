@@ -64,11 +64,13 @@ def gated_shared_experts(
 ) -> LoadFeedForward:
     """Return a function that reads experts with a gated shared expert, or a dense layer.
 
+    The family's values apply if their keys are absent from ``config``.
+
     Args:
         load: reads and packs the tensors.
         blueprint: sizes and tensor names.
         config: the checkpoint's configuration.
-        num_experts: the family's number of experts, used if the key is absent.
+        num_experts: the family's number of experts.
         top_k: the family's number of experts per token.
         inner: the family's inner size of an expert.
         shared_inner: the family's inner size of the shared expert.

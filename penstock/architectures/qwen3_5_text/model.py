@@ -1,4 +1,4 @@
-"""The text model of Qwen3.5: layers with the gated delta rule, and gated full attention in each 4th layer."""
+"""The text model of Qwen3.5: layers with the gated delta rule and layers with gated full attention."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PatchMerger:
             merges_first,
         )
 
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T / merge^2, out]
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T / merge^2, D]
         if self.merges_first:
             return self.mlp(self.norm(x.view(-1, self.width), step), step)
         return self.mlp(self.norm(x, step).view(-1, self.width), step)
@@ -129,13 +129,13 @@ class Qwen3Vision:
         )
 
     def __call__(self, images: Sequence[ImageMetadata], run: EncoderRunner) -> list[Tensor]:
-        """Return rows ``[embedding_rows, (1 + N) E]`` of each image, see `encode`."""
+        """Return rows ``[embedding_rows, (1 + N) D]`` of each image, see `encode`."""
         return [self.encode(*patches_and_grid(image, self.device, self.dtype), run) for image in images]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], run: EncoderRunner) -> Tensor:
-        """Return rows ``[T / merge^2, (1 + N) E]`` of images.
+        """Return rows ``[T / merge^2, (1 + N) D]`` of images; D is the hidden size of the decoder.
 
-        The first E columns are the embeddings. The other columns are the outputs of the N deepstack mergers.
+        The first D columns are the embeddings. The other columns are the outputs of the N deepstack mergers.
 
         Args:
             patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.

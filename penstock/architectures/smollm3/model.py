@@ -43,7 +43,7 @@ def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
     Without this list, each layer whose number from 1 is a multiple of ``no_rope_layer_interval`` has no RoPE.
 
     Raises:
-        ConfigError: ``no_rope_layers`` is shorter than the number of layers, or has other numbers.
+        ConfigError: ``no_rope_layers`` has too few entries, or an entry other than 0 and 1.
     """
     layers = num_layers(config)
     flags = config.integers("no_rope_layers")

@@ -31,7 +31,7 @@ class ResidualUnit:
 def read_units(
     loader: CodecLoader, prefix: str, first_index: int, channels: int, *, is_depthwise: bool
 ) -> tuple[ResidualUnit, ...]:
-    """Return the three units ``{prefix}.{first}``, ``{prefix}.{first + 1}`` and ``{prefix}.{first + 2}``."""
+    """Return the units ``{prefix}.{i}``, with i from ``first_index`` to ``first_index + 2``."""
     units = []
     for index, dilation in enumerate(DILATIONS):
         name = f"{prefix}.{first_index + index}.block"
