@@ -1,4 +1,4 @@
-"""`CacheEventLog`: the events of a prefix cache, which stores, removes and clears blocks."""
+"""`CacheEventLog`: the events of a prefix cache: some blocks were stored or removed, or all were removed."""
 
 from __future__ import annotations
 

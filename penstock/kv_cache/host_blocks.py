@@ -63,7 +63,7 @@ class HostBlocks:
 
         Args:
             digests: the digests of a context's blocks, up to the last block that the context may use.
-            num_cached: the number of leading blocks that are on the device.
+            num_cached: the number of blocks of the cached prefix.
         """
         if num_cached == len(digests) or not all(digests[num_cached] in slots for slots in self._slots):
             return

@@ -62,10 +62,12 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of a context's adapter. If None, adapters prevent sharing.
+        adapter_digest: returns the digest of a context's adapter. If None, contexts with an adapter share no
+            blocks.
         host_memory: bytes of host memory for cached blocks that are evicted from the device; 0 for none.
         fixed_scales: see `KVCacheStorage`.
-        num_states: number of recurrent states to allocate, for a model with `KVCacheSpec.states`.
+        num_states: maximum number of claimed contexts of a model with `KVCacheSpec.states`. With prefix
+            caching, as many saved states are also allocated.
     """
 
     def __init__(
@@ -329,8 +331,8 @@ class KVCacheManager(PrefixCacheControls):
                 f"and is in {num_tables[block]} tables"
             )
         num_in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
-        num_marks = self._prefixes.num_in_flight
-        assert num_in_flight == num_marks, f"{num_in_flight} blocks in flight, but {num_marks} marks"
+        num_indexed = self._prefixes.num_in_flight
+        assert num_in_flight == num_indexed, f"{num_in_flight} blocks in flight, {num_indexed} in the index"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
@@ -385,7 +387,7 @@ class KVCacheManager(PrefixCacheControls):
         self._prefixes.mark_in_flight(sequence.in_flight)
 
     def _register(self, context: InputContext, sequence: _Sequence, num_committed: int) -> None:
-        """Register the blocks of a sequence up to ``num_committed``, so that other contexts can use them."""
+        """Commit the blocks of a sequence up to ``num_committed``. Register them if they can be shared."""
         blocks = range(sequence.num_committed, num_committed)
         if sequence.root is not None:
             # Hash the blocks again: a rollback may have changed tokens since `claim` hashed the blocks.
@@ -402,8 +404,8 @@ class KVCacheManager(PrefixCacheControls):
         """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
 
         They are the states at the last block boundary of the step, and at the end of the blocks that were
-        cached when the context was claimed. A step of one row saves no state, because the later steps of the
-        same call would overwrite it.
+        cached when the context was claimed, if the step contains that position. A step of one row saves no
+        state, because the later steps of the same call would overwrite it.
         """
         saved_states = self._prefixes.saved_states
         self._drop_saves(sequence)
@@ -418,7 +420,7 @@ class KVCacheManager(PrefixCacheControls):
         return pairs
 
     def _commit_saves(self, sequence: _Sequence) -> None:
-        """Make the states that the last step has saved available to other contexts."""
+        """Index the saved states up to the last committed block. Free the indices of the other states."""
         for num_blocks, index in sequence.saves:
             saved_states = self._prefixes.saved_states
             assert saved_states is not None
@@ -429,14 +431,14 @@ class KVCacheManager(PrefixCacheControls):
         sequence.saves = []
 
     def _drop_saves(self, sequence: _Sequence) -> None:
-        """Free the indices of states that a failed step should have saved."""
+        """Free the indices of the states in ``sequence.saves``, which no step has committed."""
         for _, index in sequence.saves:
             assert self._prefixes.saved_states is not None
             self._prefixes.saved_states.free(index)
         sequence.saves = []
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
-        """Return whether the next step would write into committed blocks or needs freed blocks."""
+        """Return whether the next step would write committed blocks or need freed blocks or another state."""
         start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
         if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
             return True

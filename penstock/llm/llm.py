@@ -45,7 +45,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ...     for output in llm.generate(["Once upon a time", "One day"], SamplingParams(max_new_tokens=30)):
     ...         print(output.text)
 
-    One thread at a time may call the methods. A call from a second thread raises `UnsupportedFeatureError`.
+    A call while another call runs or a stream is open raises `UnsupportedFeatureError`.
     An error or Ctrl-C during a call cancels its requests, and the next call starts with an empty scheduler.
 
     Args:
@@ -127,14 +127,15 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             prompt_logprobs: number of most probable tokens at each position of the prompt; see ``logprobs``.
                 The prompt is then computed without the prefix cache.
             grammar: the grammar of the outputs: one grammar for all prompts, or one for each.
-            response_format: the grammar in OpenAI's form: ``{"type": "json_schema", "json_schema": {...}}``.
+            response_format: the grammar of all outputs in OpenAI's form, such as
+                ``{"type": "json_schema", "json_schema": {...}}``.
             adapter: the LoRA adapter: one name for all prompts, or one for each.
             priority: prompts with a higher number are scheduled first: one number for all prompts, or one for
                 each.
             images: the images of the prompt for a model that reads images: one image or a list. An image is a
-                PIL image, an array ``[H, W, 3]`` of uint8, a path, or the bytes of a file. For a list of
-                prompts, ``images`` is a list with one entry for each prompt. The prompt must contain the
-                model's placeholder, such as ``<image>``, for each image.
+                PIL image, an array ``[H, W, 3]`` or ``[H, W]`` of uint8, a path, or the bytes of a file. For a
+                list of prompts, ``images`` is a list with one entry for each prompt. The prompt must contain
+                the model's placeholder, such as ``<image>``, for each image.
 
         Returns:
             ``n`` outputs for each prompt, in the order of the prompts.
