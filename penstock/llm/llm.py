@@ -133,9 +133,9 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             priority: prompts with a higher number are scheduled first: one number for all prompts, or one for
                 each.
             images: the images of the prompt for a model that reads images: one image or a list. An image is a
-                PIL image, an array ``[H, W, 3]`` or ``[H, W]`` of uint8, a path, or the bytes of a file. For a
-                list of prompts, ``images`` is a list with one entry for each prompt. The prompt must contain
-                the model's placeholder, such as ``<image>``, for each image.
+                PIL image, an array ``[H, W, 3]`` or ``[H, W]`` of uint8, a path, or the bytes of a file. For
+                a list of prompts, ``images`` is a list with one entry for each prompt. The prompt must
+                contain the model's placeholder, such as ``<image>``, for each image.
 
         Returns:
             ``n`` outputs for each prompt, in the order of the prompts.
