@@ -64,10 +64,10 @@ class AsyncSpeechMethods:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
-            InputError: a text cannot be converted to speech.
+            InputError: a text cannot be converted to speech; all other texts are cancelled.
             RequestFailedError: the model generated no speech for a text; all other texts are cancelled.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         self._check_task("AsyncLLM.speak", PipelineTask.AUDIO_GENERATION)
         fields = self._speech_fields(
@@ -108,7 +108,7 @@ class AsyncSpeechMethods:
             InputError: the text cannot be converted to speech.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         import torch
 

@@ -115,8 +115,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         Args:
             prompts: a text, a list of texts, a list of token ids, or a list of such lists.
             sampling_params: one value for all prompts, or one for each. None stands for the values of the
-                model's ``generation_config.json``, OpenAI's defaults for missing values, and a new seed for
-                each prompt.
+                model's ``generation_config.json`` (unless ``use_generation_config`` is false), OpenAI's
+                defaults for missing values, and a new seed for each prompt.
             use_tqdm: show a progress bar if standard error is a terminal.
             n: number of outputs for each prompt. The prompt is computed once. The seed of output ``i`` is
                 derived from the prompt's seed and ``i``; output 0 equals the output of ``n=1``.
@@ -141,7 +141,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             ``n`` outputs for each prompt, in the order of the prompts.
 
         Raises:
-            InputError: a prompt cannot be served; no prompt has been run.
+            InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
@@ -274,7 +274,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             output has its ``score`` and the log probabilities of its tokens.
 
         Raises:
-            InputError: a prompt cannot be served; no prompt has been run.
+            InputError: a prompt cannot be served.
             InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
             TaskMismatchError: the model does not generate text.
             UnsupportedFeatureError: the configuration enables speculative decoding.

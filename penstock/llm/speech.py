@@ -195,7 +195,7 @@ class SpeechMethods:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
-            InputError: a text cannot be converted to speech.
+            InputError: a text cannot be converted to speech; all other texts are cancelled.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
         """

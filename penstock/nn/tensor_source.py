@@ -29,7 +29,7 @@ class TensorSource(Protocol):
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this name and shape exists, without reading its data."""
+        """Return whether a tensor of this name and shape exists; if not, record a fault. No data is read."""
         ...
 
     def stored_encoding(self, name: str) -> str | None:

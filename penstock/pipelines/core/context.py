@@ -50,7 +50,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     log_probabilities_echo: bool = False
     """Whether log probabilities of prompt tokens are reported too."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens are ignored. If true, ``eos_token_ids`` is empty."""
+    """Whether the model's end-of-sequence tokens are ignored. They are then not in ``eos_token_ids``."""
     json_schema: str | None = None
     """The JSON schema of the output; equivalent to a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
