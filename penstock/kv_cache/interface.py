@@ -61,7 +61,7 @@ class KVCache(Protocol):
         ...
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
-        """Return whether blocks and recurrent states suffice for all current tokens of an unclaimed context.
+        """Return whether free blocks and recurrent states suffice for all tokens of an unclaimed context.
 
         Args:
             context: the context. It needs no free blocks for the part of its prefix that claimed contexts
@@ -116,7 +116,9 @@ class KVCache(Protocol):
         ...
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
-        """Share the computed blocks of ``parent`` with ``child``, which begins with the parent's tokens.
+        """Share the computed blocks of ``parent`` with ``child``.
+
+        The child begins with the computed tokens of the parent, up to the parent's ``start_idx``.
 
         Full blocks are shared, and the last partial block is copied. The ``start_idx`` of the child becomes
         the parent's ``start_idx``.

@@ -420,7 +420,7 @@ class KVCacheManager(PrefixCacheControls):
         return pairs
 
     def _commit_saves(self, sequence: _Sequence) -> None:
-        """Index the saved states up to the last committed block. Free the indices of the other states."""
+        """Make the saved states up to the last committed block reusable. Free the indices of the others."""
         for num_blocks, index in sequence.saves:
             saved_states = self._prefixes.saved_states
             assert saved_states is not None

@@ -86,7 +86,7 @@ def shard_inner_dim(
         size: the size of the whole dimension.
 
     Raises:
-        ConfigError: there are fewer ranges of inputs between which the layer can be divided than ranks.
+        ConfigError: the inputs can be divided into fewer parts than there are ranks.
     """
     stored_encoding = source.stored_encoding(f"{name}.weight")
     group_size = (encoding if stored_encoding is None else encoding_named(stored_encoding)).split_unit or 1

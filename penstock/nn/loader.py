@@ -205,7 +205,7 @@ class Loader:
         bias: bool = False,
         outputs: Sequence[Part] = (),
     ) -> Linear:
-        """Return the value projection ``name``, for a caller for which `has_separate_values` is True."""
+        """Return the value projection ``name`` as a separate layer, see `has_separate_values`."""
         encoding = self._model_encoding.for_layer("values", out_features, in_features)
         part = LayerPart(out_features, in_features, tuple(outputs))
         return self._read({name: part}, bias, encoding=encoding)
