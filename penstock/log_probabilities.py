@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.pipelines.core import LogProbabilities
 
 _MAX_LOGITS = 1 << 23
-"""Maximum number of logits that are processed at once: 32 MB in float32."""
+"""Maximum number of logits that are processed at once, 32 MiB in float32. At least one row is processed."""
 
 
 def compute_log_probabilities(

@@ -54,7 +54,7 @@ rules."""
 
 
 class RoutingOps(ABC):
-    """The operations of routers, and `scale_rows` for inputs or outputs that routers or gates scale."""
+    """Operations that select and weight experts, scale rows, and convert rows to float32."""
 
     @operation(
         weights=["bias"],

@@ -38,8 +38,8 @@ class ImageSpans:
         """The runs of text rows, and the images, as two parts. A kernel call has only one `keys_ahead`.
 
         Rows of text see no key after their position. Rows of an image also see all keys of the image. Each
-        run of text and each image becomes a sequence that ends with its last key. A part without rows is left
-        out.
+        run of text rows and each image becomes a sequence whose keys end at its last row. A part without rows
+        is left out.
         """
         return _make_parts(self.row_offsets, self.lengths, self.bounds)
 

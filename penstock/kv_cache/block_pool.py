@@ -78,7 +78,7 @@ class BlockPool:
         return len(self._cached_blocks)
 
     def num_references(self, block: int) -> int:
-        """Return the number of references to ``block``: one per block table that contains it."""
+        """Return the number of references to ``block``."""
         return self._references[block]
 
     def reference_counts(self) -> list[int]:

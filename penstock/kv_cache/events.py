@@ -1,4 +1,4 @@
-"""`CacheEventLog`: the events of a prefix cache, which stores, removes and clears blocks."""
+"""`CacheEventLog`: the events of a prefix cache: some blocks were stored or removed, or all were removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CacheEventLog:
     def add_stored(
         self, digests: Sequence[bytes], parent: bytes | None, token_ids: list[int], adapter: str | None
     ) -> None:
-        """Record that consecutive blocks were registered in the prefix cache."""
+        """Record that consecutive blocks were computed and are in the prefix cache."""
         self._events.append(BlocksStored(list(digests), parent, token_ids, adapter))
 
     def add_removed(self, digest: bytes) -> None:

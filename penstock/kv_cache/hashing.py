@@ -34,8 +34,8 @@ def context_root(
 
     The root covers the regime, the cache salt and the digest of the adapter's content. An adapter changes
     keys and values; its name is not hashed, because the name can later refer to another adapter. Contexts
-    with an adapter share no blocks if `adapter_digest` is None. All images have the same token ids. A context
-    with images therefore shares blocks only if ``token_hash_overrides`` identifies the images.
+    with an adapter share no blocks if `adapter_digest` is None. Different images can have the same token ids.
+    A context with images therefore shares blocks only if ``token_hash_overrides`` identifies the images.
     """
     if isinstance(context, TextAndVisionContext) and not context.identifies_images:
         return None
@@ -56,10 +56,9 @@ def chain_digests(
     """Return the digests of consecutive full blocks.
 
     Args:
-        parent: the digest of the block before the first of ``blocks``, or the root.
+        parent: the digest of the block before the first of ``blocks``, or the result of `chain_root`.
         tokens: the tokens of the sequence.
-        overrides: token index -> the id to hash instead of the token id, such as a hash of an image. All
-            images have the same token ids.
+        overrides: token index -> the id to hash instead of the token id, such as a hash of an image.
         blocks: indices of the blocks in the sequence.
         block_size: tokens of a block.
     """

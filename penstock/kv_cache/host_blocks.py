@@ -16,7 +16,7 @@ from penstock.kv_cache.storage import KVCacheStorage
 class HostBlocks:
     """Stores blocks that the pools evict, and moves them back into free blocks of the device.
 
-    If the host memory is full, a new block replaces the least recently used block. On a GPU, copies use
+    If the host memory is full, a new block replaces the block with the oldest eviction. On a GPU, copies use
     pinned memory and are queued on the stream of the kernels, so that a block is saved before a later step
     overwrites it.
 
@@ -34,7 +34,7 @@ class HostBlocks:
         # One entry per group of layers. C is the number of slots: the blocks that fit into host memory.
         self._device_tensors: list[list[Tensor]] = []  # tensors [2, N, ...]
         self._host_tensors: list[list[Tensor]] = []  # tensors [2, C, ...]
-        self._slots: list[OrderedDict[bytes, int]] = []  # digest -> slot, least recently used first
+        self._slots: list[OrderedDict[bytes, int]] = []  # digest -> slot, oldest eviction first
         self._free_slots: list[list[int]] = []
         self.num_saved = self.num_restored = 0
         for index, (group, pool) in enumerate(zip(spec.groups, pools, strict=True)):
@@ -63,7 +63,7 @@ class HostBlocks:
 
         Args:
             digests: the digests of a context's blocks, up to the last block that the context may use.
-            num_cached: the number of leading blocks that are on the device.
+            num_cached: the number of blocks of the cached prefix.
         """
         if num_cached == len(digests) or not all(digests[num_cached] in slots for slots in self._slots):
             return

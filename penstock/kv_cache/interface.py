@@ -61,7 +61,7 @@ class KVCache(Protocol):
         ...
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
-        """Return whether the free blocks are enough to compute all current tokens of an unclaimed context.
+        """Return whether free blocks and recurrent states suffice for all tokens of an unclaimed context.
 
         Args:
             context: the context. It needs no free blocks for the part of its prefix that claimed contexts
@@ -79,15 +79,18 @@ class KVCache(Protocol):
         ``num_cached_tokens`` is set to the length of the cached prefix. When a context that was preempted
         during its prompt is claimed again, the cached prefix can contain blocks that this context computed.
         The caller must then restore the ``num_cached_tokens`` of the first claim.
+
+        Raises:
+            InsufficientBlocksError: the model has recurrent states, and none is free.
         """
         ...
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
         """Assign the missing blocks for the tokens up to ``active_idx + lookahead``.
 
-        If a context was rolled back into its committed tokens, ``start_idx`` moves down to a block boundary
-        (to 0 if blocks that a window needs were freed). Blocks that other contexts can read are therefore
-        never written.
+        If a context was rolled back into its committed tokens, ``start_idx`` moves down to a block boundary.
+        It moves to 0 if blocks that a window needs were freed, or if the model has recurrent states. Blocks
+        that other contexts can read are therefore never written.
 
         Raises:
             InsufficientBlocksError: a group of layers has too few free blocks. No block is assigned.
@@ -113,13 +116,16 @@ class KVCache(Protocol):
         ...
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
-        """Share the computed blocks of ``parent`` with ``child``, which begins with the parent's tokens.
+        """Share the computed blocks of ``parent`` with ``child``.
+
+        The child begins with the computed tokens of the parent, up to the parent's ``start_idx``.
 
         Full blocks are shared, and the last partial block is copied. The ``start_idx`` of the child becomes
         the parent's ``start_idx``.
 
         Raises:
-            InsufficientBlocksError: no block is free for the copy. The child is not claimed.
+            InsufficientBlocksError: no block is free for the copy, or the model has recurrent states and none
+                is free. The child is not claimed.
         """
         ...
 

@@ -44,10 +44,12 @@ class KVCacheManager(PrefixCacheControls):
         block_size: tokens per block, a power of two.
         device: the device of keys and values.
         enable_prefix_caching: whether contexts share the blocks of common prefixes.
-        adapter_digest: returns the digest of a context's adapter. If None, adapters prevent sharing.
+        adapter_digest: returns the digest of a context's adapter. If None, contexts with an adapter share no
+            blocks.
         host_memory: bytes of host memory for cached blocks that are evicted from the device; 0 for none.
         fixed_scales: see `KVCacheStorage`.
-        num_states: number of recurrent states to allocate, for a model with `KVCacheSpec.states`.
+        num_states: maximum number of claimed contexts of a model with `KVCacheSpec.states`. With prefix
+            caching, as many saved states are also allocated.
     """
 
     def __init__(
@@ -298,8 +300,8 @@ class KVCacheManager(PrefixCacheControls):
                 ranges[sequence.slot] = range(num_dropped, num_blocks)
             self._tables.check_integrity(index, pool, ranges)
         num_in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
-        num_marks = self._prefixes.num_in_flight
-        assert num_in_flight == num_marks, f"{num_in_flight} blocks in flight, but {num_marks} marks"
+        num_indexed = self._prefixes.num_in_flight
+        assert num_in_flight == num_indexed, f"{num_in_flight} blocks in flight, {num_indexed} in the index"
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
@@ -349,7 +351,7 @@ class KVCacheManager(PrefixCacheControls):
         self._prefixes.mark_in_flight(sequence.in_flight)
 
     def _register(self, context: InputContext, sequence: CachedSequence, num_committed: int) -> None:
-        """Register the blocks of a sequence up to ``num_committed``, so that other contexts can use them."""
+        """Commit the blocks of a sequence up to ``num_committed``. Register them if they can be shared."""
         blocks = range(sequence.num_committed, num_committed)
         if sequence.root is not None:
             # Hash the blocks again: a rollback may have changed tokens since `claim` hashed the blocks.
@@ -374,7 +376,7 @@ class KVCacheManager(PrefixCacheControls):
         )
 
     def _is_rolled_back(self, context: InputContext, sequence: CachedSequence) -> bool:
-        """Return whether the next step would write into committed blocks or needs freed blocks."""
+        """Return whether the next step would write committed blocks or need freed blocks or another state."""
         start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
         if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
             return True

@@ -20,6 +20,7 @@ class DigestChain:
     """The digests of the full blocks of a context, for its current tokens."""
 
     root: bytes
+    """The parent of the first block's digest."""
     num_tokens: int
     digests: list[bytes]
     num_cached: int = 0
@@ -29,7 +30,8 @@ class DigestChain:
 class PrefixIndex:
     """Finds blocks by the digests of their content in the pools of all groups.
 
-    The digests of a waiting context are stored until its length changes, or it is claimed or cancelled.
+    The digests of a waiting context are stored until its length changes, it is claimed or cancelled, or
+    `forget_all` is called.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class PrefixIndex:
         self._in_flight: dict[bytes, int] = {}
 
     def root(self, context: InputContext) -> bytes | None:
-        """Return the root of a context's digests, or None if its blocks must not be shared."""
+        """Return the parent of the first block's digest, or None if a context's blocks must not be shared."""
         return context_root(context, self._spec.regime(context.current_length), self._adapter_digest)
 
     def chain(self, context: InputContext) -> DigestChain | None:
@@ -86,7 +88,7 @@ class PrefixIndex:
 
         Args:
             context: the context that computed the blocks.
-            parent: the digest of the block before the first of ``blocks``, or the root.
+            parent: the digest of the block before the first of ``blocks``; for block 0 the result of `root`.
             blocks: the indices of the blocks in the context.
             tables: the ids of the blocks in each pool.
         """
@@ -113,7 +115,7 @@ class PrefixIndex:
         return [] if self._events is None else self._events.take()
 
     def restore(self, chain: DigestChain, max_blocks: int) -> None:
-        """Move the evicted blocks among the first ``max_blocks`` blocks of a chain back to the device."""
+        """Move evicted blocks among the first ``max_blocks`` of a chain to the device, see `HostBlocks`."""
         if self.host is not None:
             self.host.restore(chain.digests[:max_blocks], self.num_cached_blocks(chain, max_blocks))
 
@@ -162,11 +164,13 @@ class PrefixIndex:
         return num_cached
 
     def is_awaited(self, chain: DigestChain, max_blocks: int) -> bool:
-        """Return whether a running request is computing the first uncached one of ``max_blocks`` blocks.
+        """Return whether a claimed context is computing the first uncached block of a chain.
+
+        Only the first ``max_blocks`` blocks count.
 
         The scheduler calls this method for many contexts in each step. The lookup therefore continues at
         ``chain.num_cached``, where the last lookup ended. If an earlier block has been evicted since the last
-        lookup, the result can be wrong: the context then waits unnecessarily.
+        lookup, the result can be wrong.
         """
         start = (
             chain.num_cached

@@ -22,7 +22,7 @@ class KVGroup:
     head_dim: int
     dtype: DType
     window: int | None = None
-    """The number of keys that a query sees: its own key and the keys before it; None for all keys."""
+    """The maximum number of keys that a query sees, including its own key; None for no maximum."""
     is_chunked: bool = False
     """Whether attention is chunked: the query at position p sees only the keys from the last multiple of
     ``window`` to p."""

@@ -96,7 +96,7 @@ class SavedStates:
         return digest in self._saved
 
     def find(self, digest: bytes) -> int:
-        """Return the index of a saved state, and mark it as used."""
+        """Return the index of a saved state, and make the state the most recently used."""
         self._saved.move_to_end(digest)
         return self._saved[digest]
 
@@ -116,7 +116,7 @@ class SavedStates:
         self._saved[digest] = index
 
     def free(self, index: int) -> None:
-        """Return a reserved index that was not used."""
+        """Make a reserved index free again, without a saved state."""
         self._free.append(index)
 
     def clear(self) -> None:

@@ -171,7 +171,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: the prompt cannot be served, or not exactly one of prompt and messages is given.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
@@ -211,7 +211,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
@@ -241,7 +241,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: a conversation cannot be served; all other conversations are cancelled.
             TaskMismatchError: the model does not generate text.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         batch = BatchFields(
@@ -281,7 +281,7 @@ class AsyncLLM(AsyncSpeechMethods):
         Raises:
             InputError: an input cannot be served; all other inputs are cancelled.
             TaskMismatchError: the model computes no embeddings.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         self._check_task("AsyncLLM.embed", PipelineTask.EMBEDDINGS_GENERATION)
         batch = as_inputs(inputs)

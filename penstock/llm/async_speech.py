@@ -64,10 +64,10 @@ class AsyncSpeechMethods:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
-            InputError: a text cannot be converted to speech; no text has been converted.
+            InputError: a text cannot be converted to speech; all other texts are cancelled.
             RequestFailedError: the model generated no speech for a text; all other texts are cancelled.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         self._check_task("AsyncLLM.speak", PipelineTask.AUDIO_GENERATION)
         fields = self._speech_fields(
@@ -101,13 +101,14 @@ class AsyncSpeechMethods:
         """Yield the audio of one text in chunks, the first chunk as early as possible.
 
         See `speak` for the parameters and `LLM.stream_speech` for the chunks. The next part of a long text is
-        submitted when the previous part has audio. Closing the generator cancels the requests of all parts.
+        submitted when the previous part has audio or has ended. Closing the generator cancels the requests of
+        all parts.
 
         Raises:
             InputError: the text cannot be converted to speech.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
-            UnavailableError: the worker process has ended unexpectedly.
+            UnavailableError: the worker process ended during the call, or accepts no requests.
         """
         import torch
 

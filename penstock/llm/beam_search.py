@@ -2,8 +2,8 @@
 
 At every step, each prompt has up to ``num_beams`` running beams. The model scores all continuations of the
 beams by one token, and the search keeps the best continuations. The first continuation of a beam keeps the
-context of the beam. Each further continuation gets a forked context, which shares all blocks except the last
-block. A beam is finished when one of the ``num_beams`` best continuations ends it. The score of a finished
+context of the beam. Each further continuation gets a forked context, which shares all full blocks. A beam is
+finished when one of the ``num_beams`` best continuations ends it. The score of a finished
 beam is the sum of its log probabilities divided by ``length ** length_penalty``. Freitag & Al-Onaizan 2017,
 arXiv:1702.01806, describe the algorithm. The search ends under the same conditions as in transformers'
 ``generate``.
@@ -42,9 +42,10 @@ class BeamOptions:
     length_penalty: float = 1.0
     """Scores are divided by ``length ** length_penalty``. A positive value favours long texts."""
     early_stopping: EarlyStopping = False
-    """When the search of a prompt ends. True: when ``num_beams`` beams are finished. False: when also no
-    running beam has a better score than the worst finished beam. ``"never"``: as False, but if
-    ``length_penalty`` is positive, running beams are scored with the maximum length.
+    """When the search of a prompt ends before the maximum length. True: when ``num_beams`` beams have
+    finished. False: when also no running beam has a better score than the worst finished beam.
+    ``"never"``: as False, but if ``length_penalty`` is positive, running beams are scored with the maximum
+    length.
     """
 
     def __post_init__(self) -> None:
@@ -118,7 +119,8 @@ def search(
     """Run the search for any number of prompts. The limits and the KV cache determine how many run at once.
 
     Yields:
-        Each context and its ``num_return_sequences`` best hypotheses, best first.
+        Each context and its ``num_return_sequences`` best hypotheses, best first; none if the context already
+        has the maximum length.
 
     Raises:
         InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
@@ -237,7 +239,7 @@ class BeamSearch:
         return [] if is_at_limit or self._has_ended(prompt, running) else running
 
     def _num_candidates(self, end_tokens: frozenset[int]) -> int:
-        """Return the number of candidates per step, of which at least ``num_beams`` do not end."""
+        """Return the number of candidates per step: enough that ``num_beams`` of them are no end tokens."""
         return max(2, 1 + len(end_tokens)) * self._options.num_beams
 
     def _hypothesis(self, prompt: _PromptSearch, continuation: _Continuation) -> Hypothesis:

@@ -152,7 +152,7 @@ class EmbeddingsMethods:
         adapter: str | Sequence[str | None] | None = None,
         **options: Unpack[EmbeddingsOptions],
     ) -> list[EmbeddingsResponse]:
-        """Return all outputs of texts: dense, sparse and multi-vector embeddings, or scores.
+        """Return the outputs of texts: dense, sparse and multi-vector embeddings, or scores.
 
         Args:
             inputs: see `embed`.
@@ -261,7 +261,7 @@ class EmbeddingsMethods:
         truncate: bool = False,
         activation: bool | None = None,
     ) -> list[Classification]:
-        """Return the label and the scores of texts.
+        """Return the label and the scores of each text.
 
         Args:
             inputs: see `embed`.

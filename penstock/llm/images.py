@@ -43,7 +43,7 @@ def image_bytes(image: Image) -> bytes:
 def prompts_with_images(
     prompts: Prompt | Sequence[Prompt], images: Image | Sequence[Image] | None
 ) -> list[tuple[Prompt, list[Image] | None]]:
-    """Return each prompt with its images.
+    """Return each prompt with its images, or with None if it has none.
 
     Args:
         prompts: one prompt or a list of prompts.

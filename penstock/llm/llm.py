@@ -45,7 +45,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
     ...     for output in llm.generate(["Once upon a time", "One day"], SamplingParams(max_new_tokens=30)):
     ...         print(output.text)
 
-    One thread at a time may call the methods. A call from a second thread raises `UnsupportedFeatureError`.
+    A call while another call runs or a stream is open raises `UnsupportedFeatureError`.
     An error or Ctrl-C during a call cancels its requests, and the next call starts with an empty scheduler.
 
     Args:
@@ -115,8 +115,8 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         Args:
             prompts: a text, a list of texts, a list of token ids, or a list of such lists.
             sampling_params: one value for all prompts, or one for each. None stands for the values of the
-                model's ``generation_config.json``, OpenAI's defaults for missing values, and a new seed for
-                each prompt.
+                model's ``generation_config.json`` (unless ``use_generation_config`` is false), OpenAI's
+                defaults for missing values, and a new seed for each prompt.
             use_tqdm: show a progress bar if standard error is a terminal.
             n: number of outputs for each prompt. The prompt is computed once. The seed of output ``i`` is
                 derived from the prompt's seed and ``i``; output 0 equals the output of ``n=1``.
@@ -127,20 +127,21 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             prompt_logprobs: number of most probable tokens at each position of the prompt; see ``logprobs``.
                 The prompt is then computed without the prefix cache.
             grammar: the grammar of the outputs: one grammar for all prompts, or one for each.
-            response_format: the grammar in OpenAI's form: ``{"type": "json_schema", "json_schema": {...}}``.
+            response_format: the grammar of all outputs in OpenAI's form, such as
+                ``{"type": "json_schema", "json_schema": {...}}``.
             adapter: the LoRA adapter: one name for all prompts, or one for each.
             priority: prompts with a higher number are scheduled first: one number for all prompts, or one for
                 each.
             images: the images of the prompt for a model that reads images: one image or a list. An image is a
-                PIL image, an array ``[H, W, 3]`` of uint8, a path, or the bytes of a file. For a list of
-                prompts, ``images`` is a list with one entry for each prompt. The prompt must contain the
-                model's placeholder, such as ``<image>``, for each image.
+                PIL image, an array ``[H, W, 3]`` or ``[H, W]`` of uint8, a path, or the bytes of a file. For
+                a list of prompts, ``images`` is a list with one entry for each prompt. The prompt must
+                contain the model's placeholder, such as ``<image>``, for each image.
 
         Returns:
             ``n`` outputs for each prompt, in the order of the prompts.
 
         Raises:
-            InputError: a prompt cannot be served; no prompt has been run.
+            InputError: a prompt cannot be served; all other prompts are cancelled.
             TaskMismatchError: the model does not generate text.
         """
         self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
@@ -273,7 +274,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
             output has its ``score`` and the log probabilities of its tokens.
 
         Raises:
-            InputError: a prompt cannot be served; no prompt has been run.
+            InputError: a prompt cannot be served.
             InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
             TaskMismatchError: the model does not generate text.
             UnsupportedFeatureError: the configuration enables speculative decoding.

@@ -47,7 +47,7 @@ class GenerationOutput:
     """One entry for each of ``prompt_token_ids`` except the first; None unless requested."""
     score: float | None = None
     """The score by which outputs are ranked: the mean log probability with ``best_of``, or the score of a
-    beam."""
+    beam; None otherwise."""
 
     @classmethod
     def from_beam(cls, context: TextContext, index: int, beam: Hypothesis, tokenizer: TokenDecoder) -> Self:
@@ -85,7 +85,7 @@ class OutputOptions:
         """Return the checked options.
 
         Raises:
-            InputError: a number is out of range.
+            InputError: an argument is not an integer or is out of range, or ``best_of`` is less than ``n``.
         """
         n = checked_integer("n", n, minimum=1)
         if best_of is not None:

@@ -65,7 +65,7 @@ class SpeechResult:
         self.context = context
         self.chunks: list[npt.NDArray[np.floating]] = []
         self.new_chunk: npt.NDArray[np.floating] | None = None
-        """The audio of the last step; None if the step has no audio."""
+        """The audio of the last step; None if it has no audio, or after a stream has yielded it."""
         self._is_done = False
 
     @property
@@ -183,8 +183,8 @@ class SpeechMethods:
 
         Args:
             texts: a text, or a list of texts.
-            sampling_params: None selects the values of the checkpoint, or the values of its speech format if
-                they are missing, and a new seed.
+            sampling_params: the parameters for all texts. None stands for the checkpoint's values, the values
+                of its speech format for missing values, and a new seed for each text.
             use_tqdm: show a progress bar, if standard error is a terminal.
             voice: the name of a voice of the model, or of a configured voice to imitate.
             audio_prompt_tokens: codes of a voice to imitate; not together with ``voice``.
@@ -195,7 +195,7 @@ class SpeechMethods:
             A `Speech` for a single text, or a list of `Speech` objects in the order of the texts.
 
         Raises:
-            InputError: a text cannot be converted to speech; no text has been converted.
+            InputError: a text cannot be converted to speech; all other texts are cancelled.
             RequestFailedError: the model generated no speech.
             TaskMismatchError: the model does not generate audio.
         """

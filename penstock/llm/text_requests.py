@@ -38,7 +38,7 @@ from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import TextTokenizer
 
 BATCH_LATENCY_BUDGET = 0.1
-"""Time limit of one scheduler call in seconds, for requests that are not streamed. Streams use
+"""Target duration of one scheduler call in seconds, for requests that are not streamed. Streams use
 `STREAMING_LATENCY_BUDGET`."""
 
 

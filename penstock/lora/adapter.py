@@ -121,7 +121,8 @@ def read_adapter(
 def warn_base_model_mismatch(path: str, model: str) -> None:
     """Log a warning if an adapter's configuration names another base model.
 
-    This is not an error, because the same model can have several names.
+    Only the last components of the names are compared. A difference is not an error, because the same model
+    can have several names.
     """
     trained_on = AdapterConfig.read(Path(path).expanduser()).base_model
     if trained_on is not None and Path(trained_on).name != Path(model).name:
@@ -181,11 +182,11 @@ def _classify_tensors(
 
     Returns:
         For all layers of the adapter, a map from layer and ``A`` or ``B`` to the tensor name; and the names
-        of all copies.
+        of all other tensors, which must be copies.
 
     Raises:
-        WeightsError: a tensor matches no layer, two tensors are the same matrix, a matrix is for a layer
-            that ``target_modules`` excludes, or the adapter has no matrices.
+        WeightsError: a matrix is for an unknown layer, two tensors are the same matrix, a matrix is for a
+            layer that the configuration does not include, or the adapter has no matrices.
         UnsupportedFeatureError: a tensor belongs to an unsupported kind of adapter.
     """
     matrix_names: dict[tuple[str, str], str] = {}

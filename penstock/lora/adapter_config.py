@@ -1,8 +1,8 @@
 """``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
 The format and the matching of patterns follow PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
-Unsupported settings that change results are errors. An unknown field is an error, unless its value is empty
-or false. An adapter is applied exactly as it was trained, or rejected.
+Unsupported settings that change results are errors. An unknown field is an error, unless its value is empty,
+0, false or null. An adapter is applied exactly as it was trained, or rejected.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class AdapterConfig:
     layers_to_transform: tuple[int, ...]
     """The numbers of the blocks with adapted layers; empty for all blocks."""
     layers_pattern: tuple[str, ...]
+    """Patterns for the part of a layer's name before the number of the block; empty for any name."""
     base_model: str | None
     decoder_prefix: str = DECODER_PREFIX
     """The prefix of decoder layers in PEFT's model. The patterns are compared with names of PEFT's model.
@@ -110,7 +111,7 @@ class AdapterConfig:
 
         Raises:
             CheckpointNotFoundError: the directory does not exist.
-            CheckpointError: the directory contains no adapter, or the file is damaged.
+            CheckpointError: the directory contains no adapter, the file is damaged, or a field is invalid.
             UnsupportedFeatureError: the kind of adapter is not supported.
         """
         if not folder.is_dir():

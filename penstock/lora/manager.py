@@ -20,8 +20,7 @@ from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
 MAX_SKIPS = 64
-"""Number of times that `ready` may refuse a request before later requests with adapters must wait for it.
-"""
+"""Number of refusals by `ready` after which requests with adapters that were refused less often must wait."""
 
 
 @dataclass(slots=True)
@@ -38,8 +37,8 @@ class LoRAManager:
     """Stores adapters by name, limits running adapters to the number of slots, and prepares batch inputs.
 
     The name of a request's adapter is resolved once, at first use. The request uses the content of this
-    adapter until its release, even if the name is unloaded or loaded again. The digest of the content is part
-    of the root of block hashes, so requests with different contents never share cached blocks.
+    adapter until its release, even if the name is unloaded or loaded again. The digest of the content is
+    hashed into the digests of the request's KV blocks, so requests with different contents never share them.
 
     Any thread may call `load`, `unload` and `names`. `load` first checks the adapter and then changes the
     state in one assignment. All other methods may be called only by the thread that runs the steps.
@@ -58,7 +57,7 @@ class LoRAManager:
             slots that rank 0 assigns.
 
     Raises:
-        PenstockError: an adapter of ``config.lora`` cannot be loaded; see `load`.
+        PenstockError: an adapter of ``config.adapters`` cannot be loaded; see `load`.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class LoRAManager:
     # -- Requests ---------------------------------------------------------------------------------------
 
     def digest(self, context: InputContext) -> bytes:
-        """Return the digest of a request's adapter, a part of the root of the request's block hashes.
+        """Return the digest of a request's adapter, which is hashed into the digests of its KV blocks.
 
         Raises:
             UnknownModelError: the request's adapter is not loaded.

@@ -215,7 +215,7 @@ class _Process:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the process if it is not running."""
+        """Start the process. Does nothing if it is running, or after `stop`."""
         if self._is_closed or (self._process is not None and self._process.poll() is None):
             return
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -332,7 +332,7 @@ def read_processor_config(checkpoint: Path) -> dict[str, object]:
     """Return ``processor_config.json`` and ``preprocessor_config.json`` of a checkpoint, merged.
 
     Values of ``preprocessor_config.json`` have precedence. A file may be missing. The values of a section
-    ``image_processor`` are also at the top level of the result.
+    ``image_processor`` are also at the top level of the result, unless the file has its own value there.
 
     Raises:
         CheckpointError: a file cannot be read, or is not a JSON object.

@@ -140,6 +140,8 @@ class TextAndVisionTokenizer(TextTokenizer):
     ) -> RenderedPrompt:
         """Return the prompt with the placeholder of each image replaced by the text of the image.
 
+        Placeholders in the text of messages are not replaced.
+
         Raises:
             InputError: the number of placeholders differs from the number of images.
         """

@@ -34,7 +34,10 @@ def requested_batch_size(pipeline_config: PipelineConfig) -> int:
 
 
 def requested_step_tokens(pipeline_config: PipelineConfig) -> int:
-    """Return ``max_batch_input_tokens``, by default that of the back end or ``max_batch_size``, if larger."""
+    """Return ``max_batch_input_tokens``, or its default.
+
+    The default is the larger of the back end's default and the configured ``max_batch_size``.
+    """
     if pipeline_config.max_batch_input_tokens is not None:
         return pipeline_config.max_batch_input_tokens
     return max(default_sizes(pipeline_config).step_tokens, pipeline_config.max_batch_size or 0)

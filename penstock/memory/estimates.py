@@ -88,8 +88,8 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
 
     The packed weights are the linear layers and the output head. The caller has not imported torch yet, so
     neither the kernels nor the tensor names of the family are known. A matrix with one row per token of the
-    vocabulary is assumed to be an embedding table or an output head. Lazily packed weights
-    (`penstock.kernels.LazyWeight`) count as 0.
+    vocabulary is assumed to be an embedding table or an output head. The result is 0 for an encoding that
+    packs lazily (`penstock.kernels.LazyWeight`) without calibration.
     """
     model, encoding = pipeline_config.model, _encoding(pipeline_config)
     if encoding.packs_lazily and not encoding.needs_calibration:
@@ -142,7 +142,7 @@ def estimate_activation_memory(
 def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
     """Return the size in bytes of the device slots for LoRA adapters; 0 if adapters are not enabled.
 
-    Each of the ``max_loras`` slots has matrices of rank ``max_lora_rank`` for every linear layer.
+    Each of the ``max_loras`` slots has matrices of rank ``max_lora_rank`` for all linear layers and the head.
 
     Args:
         pipeline_config: contains the checkpoint and the limits for adapters.
@@ -208,7 +208,7 @@ def _linear_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> Itera
 
 
 def _linear_shape(name: str, header: TensorHeader, names: TensorNames) -> tuple[int, ...] | None:
-    """Return the shape of a linear layer (see `_matrix_shape`); None for the head and for other tensors."""
+    """Return the shape of a linear layer (see `_matrix_shape`); None for tables, head and other tensors."""
     return None if names.role(name) in ("table", "head") else _matrix_shape(header)
 
 

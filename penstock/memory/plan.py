@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MIN_STEP_TOKENS = 512
 """Number of tokens of the smallest step that uses a CPU fully.
 
-The planner chooses a smaller step only if the model does not fit into memory otherwise.
+The planner chooses a smaller step only if it is configured, or if the model does not fit into memory
+otherwise.
 """
 
 

@@ -19,9 +19,9 @@ def refuse_model(
     adapters_size: int,
     images_size: int = 0,
 ) -> NoReturn:
-    """Raise the error that a model without its KV cache exceeds the available memory.
+    """Raise the error that weights, activations, adapters and images exceed the available memory.
 
-    If ``kv_cache_memory`` is configured, the size of the KV cache is included.
+    A configured ``kv_cache_memory`` is included in the needed size.
     """
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)

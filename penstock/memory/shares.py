@@ -16,7 +16,7 @@ def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[st
 
     Args:
         names: the tensor names of the family.
-        shard: the shard of any rank.
+        shard: the shard of one rank. All ranks give the same result.
         kv_heads: K, the number of kv heads of the model.
     """
     kv_share = shard.max_kv_heads(kv_heads) / kv_heads

@@ -62,7 +62,7 @@ class Blueprint:
     rotary_indices: tuple[int | None, ...]  # [L]
     """The index of each layer's rotary embedding; None for a layer without RoPE."""
     windows: tuple[int | None, ...]  # [L]
-    """The number of keys to which a query of the layer attends, including its own; None for all keys."""
+    """The maximum number of keys that a query of the layer sees, including its own; None for no maximum."""
 
     attention_scale: float
     attention_soft_cap: float | None = None

@@ -204,7 +204,7 @@ def find_local_experts(load: Loader, num_experts: int, inner: int, down: str) ->
         num_experts: N.
         inner: F.
         down: the name of a down matrix, whose stored encoding determines where F can be divided. Inputs that
-            share a quantization scale stay on one rank.
+            share a stored quantization scale stay on one rank.
     """
     load.has_experts = True
     ranks = load.shard.collectives

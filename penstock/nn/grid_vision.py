@@ -2,7 +2,7 @@
 
 An image is a grid of patches. Each patch is one input row. Each square of ``merge_size**2`` patches
 becomes one output row. The patches of a square are adjacent input rows. Squares are ordered from left to
-right within a row of squares, and the rows from top to bottom. Patches within a square have the same order.
+right within a row of squares, and the rows from top to bottom. Patches within a square are ordered likewise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def patch_coordinates(grids: Iterable[Grid], merge_size: int) -> Tensor:  # [T, 
 
 
 def axial_rotary_rows(coordinates: Tensor, head_dim: int, base: float) -> RotaryRows:
-    """Return cosines and sines ``[T, D / 2]``.
+    """Return cosines and sines ``[T, D / 2]`` for T patches. D is ``head_dim``.
 
     The first half of the columns encodes the patch's grid row, the second half its grid column.
     """

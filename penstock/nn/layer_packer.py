@@ -18,8 +18,8 @@ class LayerPacker:
     Args:
         ops: the operations of the back end that packs.
         device: the device of the layers.
-        load_packed: returns a layer from a file of packed weights, or None if the layer must be packed. None
-            without such a file.
+        load_packed: returns a layer from a file of packed weights, or None if the layer must be packed.
+            Without such a file, the argument is None.
         lazy: which layers are packed lazily, if the checkpoint is memory-mapped.
     """
 
@@ -56,7 +56,8 @@ class LayerPacker:
             read: reads the weight. It is not called if the layer comes from a file of packed weights.
             skip: checks the weight without reading it. It is called if ``read`` is not called.
             is_mapped: whether the weight is a view of the mapped checkpoint, so that packing can be deferred.
-            shape: ``(out, in)`` of this rank's part; by default the sum of ``parts``.
+            shape: ``(out, in)`` of this rank's layer; by default the outputs of all ``parts`` and the inputs
+                of the first part.
             order: ``[in]``, the `PackedLinear.order` of a weight that the checkpoint stores in ``encoding``.
         """
         slices, start = [], 0

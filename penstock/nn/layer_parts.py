@@ -76,7 +76,7 @@ def shard_inner_dim(
 ) -> Part:
     """Return a rank's part of the dimension between a column-parallel and a row-parallel layer.
 
-    Inputs of the row-parallel layer that share a quantization scale stay on one rank.
+    Inputs of the row-parallel layer that share a stored quantization scale stay on one rank.
 
     Args:
         shard: the rank.
@@ -86,7 +86,7 @@ def shard_inner_dim(
         size: the size of the whole dimension.
 
     Raises:
-        ConfigError: there are fewer groups of inputs that share a scale than ranks.
+        ConfigError: the inputs can be divided into fewer parts than there are ranks.
     """
     stored_encoding = source.stored_encoding(f"{name}.weight")
     group_size = (encoding if stored_encoding is None else encoding_named(stored_encoding)).split_unit or 1

@@ -20,7 +20,7 @@ class Linear:
 
     packed: PackedLinear
     sum_over: Collectives | None = field(default=None, kw_only=True)
-    """The ranks whose outputs are added; None if this rank has all inputs."""
+    """The ranks whose outputs are added; None if this rank has all inputs, or the caller adds the outputs."""
     gather_over: Collectives | None = field(default=None, kw_only=True)
     """The ranks whose outputs are concatenated; None if this rank only needs its own outputs."""
     widths: tuple[int, ...] = field(default=(), kw_only=True)

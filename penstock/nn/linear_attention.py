@@ -34,7 +34,7 @@ class LinearAttentionSizes:
         """Read the sizes from a ``config.json``. Missing keys have the defaults of Qwen3-Next.
 
         Raises:
-            ConfigError: the key heads do not divide the value heads, or the convolution has one row only.
+            ConfigError: the key heads do not divide the value heads, or the width of the convolution is 1.
         """
         sizes = cls(
             key_heads=config.integer("linear_num_key_heads", 16),
@@ -71,8 +71,9 @@ class LinearAttentionSizes:
 class LinearAttention:
     """Linear attention with the gated delta rule: ``x [T, E] -> [T, E]``.
 
-    A convolution mixes the queries, keys and values of nearby tokens. Each head then updates its state
-    ``[D, F]`` and reads it with the query. The output is normalized and multiplied by the SiLU of a gate.
+    A convolution mixes the queries, keys and values of nearby tokens. Each value head then updates its state
+    ``[D, F]`` (key dim, value dim) and reads it with the query. The output is normalized and multiplied by
+    the SiLU of a gate.
     """
 
     sizes: LinearAttentionSizes
@@ -157,10 +158,10 @@ def _pack_gates(load: Loader, weights: Sequence[Tensor], parts: dict[str, int]) 
 def _load_by_key_head(
     load: Loader, name: str, hidden: int, sizes: LinearAttentionSizes
 ) -> tuple[Linear, Linear]:
-    """Read projections whose rows are ordered by key head: query, key, values, output gates of head 0, ...
+    """Read projections with rows ordered by key head: query, key, values, output gates of key head 0, ...
 
-    The layers have no names, so that adapters for them are refused: the rows of an adapter have the other
-    order.
+    The layers have no names, so that adapters for them are refused: the rows of an adapter are ordered by key
+    head, those of the packed layers are not.
     """
     key_heads, group = sizes.key_heads, sizes.heads // sizes.key_heads
     widths = [sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim]

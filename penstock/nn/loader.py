@@ -180,8 +180,8 @@ class Loader:
         """Return whether the value projection must be a separate layer, not fused with the query projection.
 
         With ``keep_stored``, this is the case if the stored encodings or input orders of the two layers
-        differ. Otherwise it is the case if values are not stored in the model's encoding, and
-        `LinearEncoding.for_layer` chooses another encoding for them.
+        differ. Otherwise it is the case, without ``is_uniform``, if values are not stored in the model's
+        encoding, and `LinearEncoding.for_layer` chooses another encoding for them.
 
         Args:
             name: name of the value projection.
@@ -205,7 +205,7 @@ class Loader:
         bias: bool = False,
         outputs: Sequence[Part] = (),
     ) -> Linear:
-        """Return the separate value projection ``name``; `LinearEncoding.for_layer` chooses its encoding."""
+        """Return the value projection ``name`` as a separate layer, see `has_separate_values`."""
         encoding = self._model_encoding.for_layer("values", out_features, in_features)
         part = LayerPart(out_features, in_features, tuple(outputs))
         return self._read({name: part}, bias, encoding=encoding)

@@ -199,7 +199,10 @@ class Rotary:
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
     def rows(self, step: StepInputs) -> RotaryRows:
-        """Return the cosines and sines for ``step.positions``: ``[T]``, or ``[A, T]`` for A position axes."""
+        """Return the cosines and sines for ``step.positions``.
+
+        The positions are ``[T]``, or ``[A, T]`` for A position axes.
+        """
         positions = step.positions
         if positions.dim() == 2:
             return self._multi_axis_rows(positions)

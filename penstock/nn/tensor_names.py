@@ -47,11 +47,11 @@ class TensorNames:
     """The norms after attention and after the feed-forward layer."""
 
     unquantized: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of the last part of the names of linear layers that are never quantized, besides
-    routers. They have the role of a router."""
+    """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of linear layers that are
+    never quantized, besides routers. They have the role of a router."""
     other_tables: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of the ends of names of other matrices with the role ``table``: they are not
-    linear layers, such as learned positions.
+    """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of matrices that are no
+    linear layers, such as learned positions. They have the role ``table``.
     """
 
     @property

@@ -10,7 +10,8 @@ from torch import Tensor
 from penstock.kernels import LinearSlice, PackedLinear
 
 LoadPacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
-"""Returns the next layer, in load order, from a file of packed weights; None if the file does not have it.
+"""Returns the next layer, in load order, from a file of packed weights; None if the file's next entry is
+another layer, or there is none.
 
 The arguments are the encoding, ``(out, in)``, the bias and the slices of the layer."""
 
@@ -28,7 +29,7 @@ class TensorSource(Protocol):
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this name and shape exists, without reading its data."""
+        """Return whether a tensor of this name and shape exists; if not, record a fault. No data is read."""
         ...
 
     def stored_encoding(self, name: str) -> str | None:

@@ -280,7 +280,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
         Args:
             batch: the contexts.
-            chunk_sizes: the sizes; None uses the sizes for streamed or for other contexts.
+            chunk_sizes: the sizes; None selects the sizes of each context by whether it is streamed.
             allows_short_chunks: whether chunks of unfinished contexts may be shorter than these sizes.
         """
         self.failures |= self.speech_lm_pipeline.failures

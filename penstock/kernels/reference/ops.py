@@ -2,8 +2,8 @@
 
 The following measures ensure this:
 
-* Torch uses different matrix kernels for few rows and for many rows. Products are therefore padded with zeros
-  to a multiple of 16 rows (`kernels.linear.ROW_TILE`).
+* Torch uses different matrix kernels for few rows and for many rows. The inputs of matrix products are
+  therefore padded with zero rows to a multiple of `kernels.linear.ROW_TILE` = 16 rows.
 * The order of additions of a sum over keys could depend on the chunks of a prefill. Keys are therefore summed
   in whole blocks, and the sums of the blocks are added from left to right.
 * Some vectorized functions of torch round the last elements of a row differently from the other elements. The
@@ -73,7 +73,8 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
     def _can_defer(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         """Return whether `pack_lazily` defers packing.
 
-        Here, it does for weights on a CPU in an encoding with `needs_calibration`, if the layout is `ROWS`.
+        This back end defers it for weights on a CPU in an encoding with `needs_calibration`, if the layout is
+        `ROWS`.
         """
         is_on_cpu = parts[0].device.type == "cpu"
         return self.layout == ROWS and encoding_named(encoding).needs_calibration and is_on_cpu
@@ -315,7 +316,7 @@ def _take_row_adapters(lora: LoRAInputs | None, packed: PackedLinear, rows: Tens
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of dimensions (i, i + R / 2)."""
+    """Rotate the pairs (i, i + R / 2) of the first R dimensions. R is ``2 * cos.shape[-1]``."""
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()  # [T, H, R / 2]
     cos, sin = cos[:, None], sin[:, None]
@@ -324,7 +325,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_adjacent_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of dimensions (2 i, 2 i + 1)."""
+    """Rotate the pairs (2 i, 2 i + 1) of the first R dimensions. R is ``2 * cos.shape[-1]``."""
     rotary_dim = 2 * cos.shape[-1]
     first, second = x[..., :rotary_dim:2].float(), x[..., 1:rotary_dim:2].float()  # [T, H, R / 2]
     cos, sin = cos[:, None], sin[:, None]

@@ -76,7 +76,10 @@ class ReferenceRecurrent(RecurrentOps):
 def _sequences(
     state: LayerState, row_offsets: Tensor, lengths: Tensor
 ) -> Iterator[tuple[int, int, int, bool, list[tuple[int, int]]]]:
-    """Yield slot, first row, end, whether the first row is at position 0, and saves of each sequence."""
+    """Yield slot, first row, row after the last, whether the first row is at position 0, and saves.
+
+    The saves are pairs (row count, target slot): the state after that many rows is copied to the target.
+    """
     offsets, saves = row_offsets.tolist(), state.saves.view(-1, NUM_SAVES, 2).tolist()
     for slot, length, first, end, pairs in zip(
         state.slots.tolist(), lengths.tolist(), offsets[:-1], offsets[1:], saves, strict=True

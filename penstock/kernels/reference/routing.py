@@ -56,8 +56,8 @@ def _route_by_scores(
         scores = logits.softmax(-1)
     else:
         scores = 1 / (1 + torch.exp(-logits))
-    # Without a bias and groups, experts are ranked by logits, because different logits can round to equal
-    # scores.
+    # Without a bias and with one group, experts are ranked by logits, because different logits can round to
+    # equal scores.
     ranks = logits if bias is None and routing.groups == 1 else scores
     if bias is not None:
         ranks = ranks + bias

@@ -44,7 +44,7 @@ def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
     kept = kept * (kept >= sampling.min_p.double()[:, None] * kept[:, :1])
     mass = torch.zeros_like(kept).scatter_(-1, ids, kept).cumsum(-1)  # back in token-id order
     total = mass[:, -1:]
-    # If the product rounds up to the total, use the next smaller number, which selects the last kept token.
+    # If uniforms * total rounds up to the total, use the next smaller number, so that a kept token is found.
     target = torch.minimum(sampling.uniforms[:, None] * total, torch.nextafter(total, 0 * total))
     return torch.searchsorted(mass, target, right=True)[:, 0]
 

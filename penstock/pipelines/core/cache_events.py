@@ -8,7 +8,7 @@ import msgspec
 
 
 class BlocksStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
-    """Consecutive blocks of a sequence were computed and added to the prefix index."""
+    """Consecutive blocks of a sequence were computed. They are in the prefix index."""
 
     digests: list[bytes]
     parent: bytes | None

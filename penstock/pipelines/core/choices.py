@@ -25,7 +25,7 @@ def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
         n: the number of choices.
 
     Raises:
-        InputError: ``n`` is less than 1.
+        InputError: ``n`` is not an integer, or is less than 1.
     """
     n = checked_integer("n", n, minimum=1)
     assert not context.is_assigned_to_cache, f"{context.request_id} has started"

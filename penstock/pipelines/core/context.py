@@ -50,7 +50,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     log_probabilities_echo: bool = False
     """Whether log probabilities of prompt tokens are reported too."""
     ignore_eos: bool = False
-    """Whether end-of-sequence tokens are ignored. If true, ``eos_token_ids`` is empty."""
+    """Whether the model's end-of-sequence tokens are ignored. They are then not in ``eos_token_ids``."""
     json_schema: str | None = None
     """The JSON schema of the output; equivalent to a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -103,9 +103,9 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
         """Append a sampled token, with the log probabilities of the step's positions.
 
-        After any chunk of the prompt except the last, ``new_token`` is dropped, and the window moves to the
-        rest of the prompt. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are
-        kept (:attr:`prompt_log_probabilities`). The token that reaches ``max_length`` is part of the output.
+        After any chunk of the prompt except the last, ``new_token`` is dropped, and the rest of the prompt
+        becomes active. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are kept
+        (:attr:`prompt_log_probabilities`). The token that reaches ``max_length`` is part of the output.
         An end-of-sequence token, or the last token of an end sequence, is not part of the output.
         """
         if self._active_idx < self._end_idx:
@@ -166,7 +166,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Reset the window after a preemption, so that the next steps compute all tokens again.
+        """Set ``start_idx`` and ``committed_idx`` to 0, so that the next steps compute all tokens again.
 
         ``prompt_tokens``, ``generated_tokens`` and the tokens already returned do not change.
         """
