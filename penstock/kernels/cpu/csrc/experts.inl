@@ -178,7 +178,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   auto find_order = [&](int64_t i, int64_t which) __attribute__((always_inline)) {
     const int64_t pair = memory.order[first + i];
     const int64_t expert = a.topk_ids[pair / a.top * a.topk_ids_stride + pair % a.top] - a.first;
-    return a.table[2 * expert + which].order;
+    return a.table[2 * (expert >= 0 && expert < a.count ? expert : 0) + which].order;  // as in `sort_pairs`
   };
   over_rows(team, pairs, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
