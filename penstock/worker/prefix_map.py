@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
 _COUNT_BITS = 24
-"""Number of low bits with the number of requests, in a value of `PrefixMap._expected_workers`."""
+"""Number of low bits of a value of `PrefixMap._expected_workers` that contain the number of requests."""
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
