@@ -37,7 +37,7 @@ class ChatTemplate:
 
     Args:
         sources: name -> Jinja text.
-        special_tokens: name -> text of the special tokens, variables of the template.
+        special_tokens: name -> text of the special tokens, which are variables of the templates.
         origin: the file or folder of the templates, for error messages.
     """
 

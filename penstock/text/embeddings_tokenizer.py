@@ -313,7 +313,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def _num_unpooled_tokens(self, prompt: str, num_tokens: int) -> int:
         """Return the number of tokens at the start of the input that pooling skips: those of the prompt.
 
-        It is 0 if there is no prompt, or if pooling includes it.
+        It is 0 if there is no prompt, or if pooling includes the prompt.
         """
         if not prompt or self.layout.include_prompt:
             return 0

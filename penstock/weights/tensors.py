@@ -124,7 +124,7 @@ class Weights:
         return self._fits(name, header, shape)
 
     def stored_encoding(self, name: str) -> str | None:
-        """Return the encoding in which a weight is stored; None if it is missing or only readable as floats."""
+        """Return the encoding in which a weight is stored; None if it is missing or is read as floats."""
         header = self._find_header(name)
         return None if header is None else header.encoding
 

@@ -38,7 +38,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model is loaded and a worker responds. Also true during a shutdown or while asleep."""
+        """Whether the model is loaded and a worker responds. Can be true during a shutdown or a sleep."""
         ...
 
     @property

@@ -91,7 +91,7 @@ class WorkerRuntime:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The addresses of one worker run: a private folder with one socket per direction."""
+    """The addresses of one worker run: two sockets and a progress file in a private folder."""
 
     folder: str
     run_number: int = 0

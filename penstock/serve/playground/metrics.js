@@ -37,7 +37,10 @@ function durations(label, name) {
   return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
 }
 
-/** Returns the percentage of prompt tokens found in the prefix cache since the scrape `before`; null: since the start. */
+/**
+ * Returns the percentage of prompt tokens found in the prefix cache since the scrape `before`, or since the start if
+ * `before` is null. Returns "–" if there were no prompt tokens.
+ */
 function hitRate(now, before) {
   const queries = growth(now, before, "penstock_prefix_cache_queries_total");
   return queries ? percent(growth(now, before, "penstock_prefix_cache_hits_total") / queries) : "–";
