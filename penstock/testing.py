@@ -82,8 +82,8 @@ class FakePipeline:
 
     It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and any KV cache. Prompt
     chunks, several steps per call, preemption and release work as in `TextGenerationPipeline`. The pipeline
-    supports ``min_new_tokens``, and the context ends the output as usual. It ignores other parameters that
-    change the choice of tokens. All log probabilities are 0.
+    supports ``min_new_tokens``, and the context ends the output as usual. The pipeline ignores all other
+    parameters that change the choice of tokens. All log probabilities are 0.
 
     Args:
         choose: returns the next token of a context whose tokens are all computed. The default returns
@@ -189,7 +189,7 @@ def _letter_after(context: TextContext) -> int:
 
 
 def _zero_log_probabilities(context: TextContext, token: int) -> LogProbabilities:
-    """Return log probability 0 for the new token, and with echo also for the prompt tokens of the step."""
+    """Return log probability 0 for the new token; with echo also for the step's tokens except the first."""
     echoed_tokens = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
     tokens = [*(echoed_tokens if context.log_probabilities_echo else ()), token]
     return LogProbabilities([0.0] * len(tokens), [{token: 0.0} for token in tokens])

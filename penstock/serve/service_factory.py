@@ -78,7 +78,10 @@ def _parsers(config: ServeConfig, tokenizer: TextTokenizer) -> ParserFactory:
 
 
 async def close_services(services: Services) -> None:
-    """Close tokenizer, route states, thread pools, JSON decoders and traces. The worker must have stopped."""
+    """Close image reader, tokenizer, route states, thread pools, JSON decoders and traces.
+
+    The worker must have stopped.
+    """
     if services.tokenizer.reads_images:
         services.images.close()
     await asyncio.to_thread(services.tokenizer.close)

@@ -39,7 +39,7 @@ class Closable(Protocol):
 State = TypeVar("State", bound=Closable)
 
 LARGE_BODY_BYTES = 512 * 1024
-"""A body with more bytes counts as large. The longest prompts of most models have fewer bytes."""
+"""A body with more bytes counts as large."""
 _MAX_LARGE_BODIES = 8
 _MAX_WARNINGS = 1000
 _MAX_TOKEN_ID_PROMPTS = 4
@@ -110,7 +110,7 @@ class Services:
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Runs tokenization, templates and schemas of large bodies, which take seconds."""
+    """Runs tokenization, templates and schemas of large bodies, which can take seconds."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that are not large but would block the event loop for too long."""
     large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
@@ -172,9 +172,9 @@ class Services:
     def json_limits(self) -> tuple[int, int]:
         """Limits for a JSON body: (number of objects, arrays and keys; number of elements and members).
 
-        Token ids need less memory than other values. If the maximum prompt length is known, the second limit
-        is therefore high enough for four prompts of token ids, or for ``max_inputs_per_request`` inputs if
-        the task is not text generation.
+        Token ids need less memory than other values. If the maximum length is known, the second limit is
+        therefore high enough for four prompts of token ids, or for ``max_inputs_per_request`` inputs if the
+        task is not text generation.
         """
         max_values, max_length = self.config.max_json_values, self.tokenizer.max_length
         is_text = self.task is PipelineTask.TEXT_GENERATION

@@ -27,14 +27,14 @@ from penstock.worker.engine_client import EngineClient
 
 _NUM_NEW_TOKENS = 3
 _INPUT_LENGTHS = (2, 64)
-"""Lengths of the warm-up inputs of an embeddings model, in tokens."""
+"""Lengths of the warm-up inputs of an embeddings model in tokens, before truncation to its maximum length."""
 
 
 async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: PipelineTask) -> None:
     """Run short requests: text generation, embeddings or speech. Does nothing for other tasks.
 
     Raises:
-        PenstockError: a request failed. Requests of users would fail too.
+        PenstockError: a request failed. `warm_up_speech` ignores a `RequestFailedError`.
     """
     if task is PipelineTask.TEXT_GENERATION:
         await warm_up(worker, tokenizer)

@@ -33,11 +33,11 @@ RESERVED_OPTIONS = frozenset(
 
 
 class ChatTemplate:
-    """The named templates of a checkpoint: ``default``, and optionally ``tool_use`` for requests with tools.
+    """The named templates of a checkpoint: ``tool_use``, if present, for requests with tools, or ``default``.
 
     Args:
         sources: name -> Jinja text.
-        special_tokens: name -> text of the special tokens, variables of the template.
+        special_tokens: name -> text of the special tokens, which are variables of the templates.
         origin: the file or folder of the templates, for error messages.
     """
 
@@ -51,11 +51,11 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Read the template file of ``--chat-template``: Jinja text, or a JSON object with ``chat_template``.
+        """Read the file of ``--chat-template``: Jinja, or (``.json``) an object with ``chat_template``.
 
         Raises:
-            ConfigError: the file cannot be read, a JSON file has no ``chat_template``, or a template has a
-                syntax error or is nested too deeply.
+            ConfigError: the file cannot be read, a JSON file has no valid ``chat_template``, or a template
+                has a syntax error or is nested too deeply.
         """
         sources = _read_template_option(path)
         template = cls(sources, special_tokens, path)
@@ -78,9 +78,9 @@ class ChatTemplate:
             messages: each has a role and usually content. Content None is treated as an empty string. The
                 template determines which other keys are used.
             tools: descriptions of functions that the model can call.
-            options: variables for the template. ``add_generation_prompt`` is True by default. With
-                ``continue_final_message=True`` the prompt ends with the text of the last message, which the
-                model continues.
+            options: variables for the template. With ``continue_final_message=True`` the prompt ends with
+                the text of the last message, which the model continues. Otherwise the default of
+                ``add_generation_prompt`` is True.
 
         Raises:
             InputError: an argument is invalid, the checkpoint has no default template, or the template raised
@@ -113,8 +113,8 @@ class ChatTemplate:
         """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
         If the template does not support lists of parts, and no message has an image, the parts are joined by
-        newlines. If the template supports only lists, text becomes a list with one part. If `reads_images` is
-        set, a part may be an image.
+        newlines. If the template supports only lists, text that is not empty becomes a list with one part. If
+        `reads_images` is set, a part may be an image.
 
         Raises:
             UnsupportedFeatureError: a part is neither text nor an image that the model reads.
@@ -137,7 +137,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template supports content that is a list of text parts, not only strings."""
+        """Whether the template renders a list with one text part exactly as the same text as a string."""
         part = {"type": "text", "text": "Dear reader"}
         try:
             text_without_parts = self.render([{"role": "user", "content": part["text"]}])
@@ -148,7 +148,7 @@ class ChatTemplate:
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the template omits content that is a string, as some templates of vision models do."""
+        """Whether the template prints text parts but omits strings, as some templates of vision models do."""
         text = "Dear reader"
         try:
             text_without_parts = self.render([{"role": "user", "content": text}])
@@ -232,7 +232,7 @@ def _read_template_option(path: Path) -> dict[str, str]:
 
 
 def _templates_by_name(value: object, path: Path) -> dict[str, str]:
-    """Return name -> template of a string, or of a list ``[{"name": ..., "template": ...}]``."""
+    """Return name -> template of a string, of a list ``[{"name": ..., "template": ...}]`` or of None."""
     match value:
         case None:
             return {}

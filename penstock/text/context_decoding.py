@@ -26,7 +26,7 @@ class TokenDelta:
     prompt_ids: list[int]
     """The last tokens of the prompt before the text; empty without a prompt."""
     is_last: bool
-    """Whether the text ends with this delta."""
+    """Whether the text ends with this delta; always False for a text that the context has not generated."""
 
     def text(self, tokenizer: TokenDecoder, skip_special_tokens: bool = True) -> str:
         """Return the text that these tokens add.
@@ -53,7 +53,7 @@ class _DecodeState:
     generated_position: int = 0
     """Number of generated tokens before the next call's tokens."""
     had_all_generated: bool = False
-    """Whether the last call passed all generated tokens, at least two."""
+    """Whether the last call with generated tokens passed all of them, at least two."""
     separate_ids: list[int] = field(default_factory=list)
     separate_position: int = 0
     """Number of ``separate_ids`` before the next call's tokens."""
@@ -64,14 +64,14 @@ class _DecodeState:
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
-    Calls must have the order of the tokens; threads can decode the deltas later. This function searches
+    Calls must follow the order of the tokens; threads can decode the deltas later. This function searches
     ``ids`` in the generated tokens of the context: after the tokens of the last call, then at the end, then
-    at the beginning. If the last call passed all generated tokens, it searches at the beginning before the
-    end. If ``ids`` are not found, they continue the separate text.
+    at the beginning. If the last call passed all generated tokens, at least two, it searches at the beginning
+    before the end. If ``ids`` are not found, they belong to the separate text (see `_DecodeState`).
 
-    The separate text restarts in three cases: ``ids`` begin with ``bos``, the begin-of-sequence token;
-    ``ids`` repeat the whole separate text; or one call has passed the whole separate text, and ``ids`` repeat
-    its beginning.
+    The separate text restarts if ``ids`` begin with ``bos``, the begin-of-sequence token. After its last
+    token it also restarts if ``ids`` repeat all of it, or if one call has passed all of it and ``ids`` repeat
+    its beginning. A repeated text has at least two tokens.
     """
     state: _DecodeState = vars(context).setdefault(_STATE_ATTRIBUTE, _DecodeState())
     start = _position_in_generated(context, state, ids)
@@ -80,7 +80,7 @@ def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDe
     generated_tokens = context.generated_tokens
     end = state.generated_position = start + len(ids)
     state.had_all_generated = len(ids) == len(generated_tokens) > 1
-    num_optional = context.status is TextGenerationStatus.END_OF_SEQUENCE  # callers may omit the last token
+    num_optional = context.status is TextGenerationStatus.END_OF_SEQUENCE  # callers may omit the last id
     return TokenDelta(
         ids,
         preceding_ids=generated_tokens[max(0, start - _MAX_PRECEDING_TOKENS) : start].tolist(),

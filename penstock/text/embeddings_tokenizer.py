@@ -68,7 +68,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
     @property
     def pair_template(self) -> PairTemplate | None:
-        """The prompt template of a generative reranker; None for models that encode pairs directly."""
+        """The prompt template of a generative reranker; None for other models."""
         return None
 
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
@@ -90,7 +90,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     ) -> Iterator[EmbeddingsContext]:
         """Yield the context of each request, in order.
 
-        The texts are encoded together, on all cores; the prompts of a reranker one by one.
+        Texts are encoded in batches, on all cores; the prompts of a generative reranker one by one.
 
         Raises:
             InputError: see `build_embeddings_context`. Raised at the first invalid request.
@@ -99,10 +99,10 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             yield self._build_embeddings_context(request, encoded_input)
 
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
-        """Encode the texts of several requests together, on all cores, for `_build_embeddings_context`.
+        """Encode the texts of several requests in batches, on all cores, for `_build_embeddings_context`.
 
-        The entry of a request is None if the request has no text, uses the template of a reranker, or fails
-        a check before encoding. `_build_embeddings_context` then encodes the input, or raises the error.
+        The entry of a request is None if the input is empty or consists of token ids, if the request uses
+        `pair_template`, or if it fails a check before encoding. `_build_embeddings_context` handles these.
         """
         encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
         inputs_by_limit: dict[int | None, list[tuple[int, TokenizerInput]]] = {}
@@ -198,7 +198,10 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return text[:end]
 
     def _task(self, request: EmbeddingsGenerationRequest) -> str | None:
-        """Return the task whose LoRA adapter the request uses; None for no task adapter."""
+        """Return the task of the request, a name in ``layout.tasks``; None without a task.
+
+        ``prompt_name`` selects the task if the request has neither ``task`` nor ``adapter``.
+        """
         tasks = self.layout.tasks
         if request.task is None:
             return request.prompt_name if request.prompt_name in tasks and not request.adapter else None
@@ -208,7 +211,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         return request.task
 
     def _prompt_text(self, request: EmbeddingsGenerationRequest, task: str | None) -> str:
-        """Return the prompt of a request, the text before its input."""
+        """Return the prompt of a request, the text before its input; "" without a prompt."""
         if request.prompt is not None:
             return request.prompt
         name = request.prompt_name
@@ -237,8 +240,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         """Return ``text``, or the pair of ``text`` and ``text_pair``, in the form that the tokenizer expects.
 
         Raises:
-            InputError: the text is clearly too long, or ``max_tokens`` leaves no room besides the special
-                tokens.
+            InputError: ``max_tokens`` leaves no room besides the special tokens; or it is None, and a text is
+                clearly too long.
         """
         texts = [
             item.lower() if self.layout.lower_case else item for item in (text, text_pair) if item is not None
@@ -310,7 +313,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def _num_unpooled_tokens(self, prompt: str, num_tokens: int) -> int:
         """Return the number of tokens at the start of the input that pooling skips: those of the prompt.
 
-        It is 0 if there is no prompt, or if pooling includes it.
+        It is 0 if there is no prompt, or if pooling includes the prompt.
         """
         if not prompt or self.layout.include_prompt:
             return 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PairTemplate:
-    """A prompt consists of prefix, body and suffix. If the prompt is too long, the end of the body is cut."""
+    """A prompt consists of prefix, body and suffix. Truncation removes only the end of the body."""
 
     prefix: str
     body: str

@@ -1,4 +1,4 @@
-"""Converts texts to phonemes with the program ``espeak-ng``."""
+"""Converts texts to phonemes with the program ``espeak-ng`` or ``espeak``."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar |
 
 
 def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `InputError` if a parameter has ids outside the vocabulary, or if all tokens are banned."""
+    """Raise `InputError` if a parameter has ids of ``vocab_size`` or more, or if all tokens are banned."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
         max_id = max(getattr(params, name) or (), default=0)
         if max_id >= vocab_size:
@@ -96,8 +96,8 @@ def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int
     Raises:
         PromptTooLongError: the prompt leaves no room for an output token, or, with ``max_new_tokens`` 0, is
             longer than ``max_length``.
-        InputError: there is no limit and no ``max_new_tokens``, or ``min_new_tokens`` exceeds the possible
-            number of output tokens.
+        InputError: there is neither ``max_length`` nor ``max_new_tokens``; or there is a ``max_length``, and
+            ``min_new_tokens`` exceeds the possible number of output tokens.
     """
     max_new_tokens = params.max_new_tokens
     if max_length is None:

@@ -158,7 +158,7 @@ def ranking(scores: _Array, top_n: int | None = None) -> list[int]:
 
     Args:
         scores: ``[n]``.
-        top_n: the number of indices; None for all.
+        top_n: the maximum number of indices; None for all.
 
     Raises:
         InputError: ``top_n`` is below 1.

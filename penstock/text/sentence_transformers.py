@@ -80,7 +80,7 @@ class SentenceTransformersLayout:
     lower_case: bool = False
     similarity: Similarity = "cosine"
     is_present: bool = False
-    """Whether ``modules.json`` lists a module, or the checkpoint has a pooling folder."""
+    """Whether ``modules.json`` lists a module; without this file, whether there is a pooling folder."""
 
     def prompt_for(self, role: Literal["query", "document"]) -> str | None:
         """Return the name of the prompt for queries or documents; None if the checkpoint has no such prompt.
@@ -95,7 +95,7 @@ class SentenceTransformersLayout:
 
 
 def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
-    """Read the layout of a checkpoint's folder. The default values replace missing files.
+    """Read the layout of a checkpoint's folder. Missing files and settings have default values.
 
     Raises:
         CheckpointError: a file is malformed, or a module or an option is not supported.
@@ -146,7 +146,7 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
 
 
 def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
-    """Return (type, folder) of each module."""
+    """Return (type, folder) of each module. Without ``modules.json``, the only module can be a pooling."""
     path = checkpoint / "modules.json"
     if not path.is_file():
         pooling = checkpoint / "1_Pooling"
@@ -226,7 +226,7 @@ def _dense(path: Path) -> DenseModule:
 
 
 def _tasks(file: Path) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """Return the tasks of a checkpoint with task adapters, and their prompts (Jina Embeddings v3)."""
+    """Return the tasks with a LoRA adapter, and their prompts (Jina Embeddings v3); empty without tasks."""
     config = _read_json_object(file)
     tasks, prompts = config.get("lora_adaptations") or [], config.get("task_instructions") or {}
     if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):

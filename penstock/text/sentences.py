@@ -14,10 +14,11 @@ _WORD = re.compile(r"\S+\s*")
 def split_text(text: str, max_characters: int, *, at_each_sentence: bool = False) -> list[str]:
     """Split a text into parts of at most ``max_characters`` characters each, of whole sentences if possible.
 
-    A sentence above the limit is split into clauses, after commas, semicolons and colons. A clause above the
-    limit is split between words, and a word above the limit after every ``max_characters`` characters. A text
-    of white space has no parts. Joined by spaces, the parts equal the text apart from white space. With
-    ``at_each_sentence``, no part has more than one sentence; otherwise a text within the limit is one part.
+    A sentence above the limit is split into clauses, at commas, semicolons and colons that white space
+    follows. A clause above the limit is split between words, and a word above the limit after every
+    ``max_characters`` characters. A text of white space has no parts. The parts contain all characters of the
+    text in order, apart from white space. With ``at_each_sentence``, no part has more than one sentence;
+    otherwise a text within the limit is one part.
     """
     text = text.strip()
     if at_each_sentence:

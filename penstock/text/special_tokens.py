@@ -2,9 +2,9 @@
 
 A chat template copies message content into the prompt. In the prompt, ``<|im_end|>`` in a user's message is
 equal to ``<|im_end|>`` in the template. To distinguish them, the messages are rendered a second time, with a
-marker inside each special token of the messages. A marker is text that does not occur in the prompt. The
-positions of the markers in the second output show which special tokens come from messages. Without the
-markers, the second output must equal the first.
+marker inside each special token of the messages, or around a special token of one character. A marker is text
+that does not occur in the prompt. The positions of the markers in the second output show which special tokens
+come from messages. Without the markers, the second output must equal the first.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class RenderedPrompt:
 
     text: str
     boundaries: Sequence[int] = ()
-    """Ascending indices in ``text`` next to a character of message content.
+    """The positions of the markers in ``text``, ascending. Each is next to a character of message content.
 
-    A special token with one of these indices inside it does not come from the template.
+    A special token comes from message content if one of these indices is inside it. A special token of one
+    character comes from message content if both of its ends are in this list.
     """
 
     def is_from_message(self, start: int, end: int) -> bool:
         """Return whether the special token at ``text[start:end]`` comes from message content."""
-        if end - start == 1:  # markers enclose a token of one character, because no index is inside it
+        if end - start == 1:  # no index is inside a token of one character
             return self._is_boundary(start) and self._is_boundary(end)
         index = bisect_left(self.boundaries, start + 1)
         return index < len(self.boundaries) and self.boundaries[index] < end
@@ -105,6 +106,8 @@ class SpecialTokens:
     ) -> list[int]:
         """Return the tokens of a rendered prompt. Special tokens from messages are encoded as text.
 
+        ``token_bytes`` returns the bytes that a token adds in the middle of a text.
+
         Raises:
             InputError: the tokenizer cannot encode a special token as text.
         """
@@ -122,9 +125,9 @@ class SpecialTokens:
         return ids
 
     def _is_match(self, token_id: int, text: str) -> bool:
-        """Return whether a token is special and its own text is ``text``.
+        """Return whether a token is special and ``text``, which it encodes, is the text of the token itself.
 
-        An unknown token (``<unk>``) is special, but stands for another text.
+        The unknown token (``<unk>``) is special, but usually encodes another text.
         """
         token = self.by_id.get(token_id)
         if token is None:
@@ -135,7 +138,7 @@ class SpecialTokens:
     def _encode_as_text(
         self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """Return tokens that spell ``text`` in the middle of a longer text. None of the tokens is special.
+        """Return tokens, none of them special, that encode ``text`` in the middle of a longer text.
 
         Raises:
             InputError: the tokenizer cannot encode ``text`` without special tokens.
@@ -174,7 +177,7 @@ class SpecialTokens:
             messages: the messages.
             marker: the text to insert inside special tokens.
             in_partial_token: whether to insert markers also where content begins or ends with a part of a
-                special token. The template or other content may contain the other part of the token.
+                special token. The template or other content may add the other part of the token.
         """
         marked_messages = [
             message
@@ -210,7 +213,7 @@ class SpecialTokens:
     def _indices_inside(self, text: str) -> set[int]:
         """Return one index inside each special token in the text, or both ends of a token of one character.
 
-        If only the normalized text contains a special token, return all indices.
+        If only the normalized text contains a special token, return all indices of the text.
         """
         indices: set[int] = set()
         for first_characters, lengths in self._lengths.items():
@@ -287,10 +290,10 @@ def _tokenizations(
     token_bytes: Callable[[int], bytes],
     special_tokens: Mapping[int, AddedToken],
 ) -> Iterator[list[int]]:
-    """Yield tokenizations of the text without special tokens.
+    """Yield tokenizations of ``text`` without special tokens, as encoded after each of `_TEXTS_BEFORE`.
 
-    Tokenizations whose bytes equal the text come first. The last tokenization is yielded even if a normalizer
-    has changed its bytes.
+    Tokenizations whose bytes equal the text come first. The last one is the first that was found. Its bytes
+    may differ from the text, for example because of a normalizer.
     """
     normalized_ids: list[int] = []
     for text_before in _TEXTS_BEFORE:

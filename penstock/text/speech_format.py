@@ -35,7 +35,7 @@ class SpeechDescription:
     """The contents of ``speech_config.json``; all keys are optional."""
 
     format: str | None = None
-    """The name of the speech format. By default it is detected from the special tokens."""
+    """The name of the speech format. By default it is detected from ``tokenizer.json``."""
     codec: str | None = None
     """The codec: a folder, relative to the checkpoint, or an id on the Hugging Face hub."""
     codes_per_frame: int | None = None
@@ -47,15 +47,18 @@ class SpeechDescription:
     language: str = "en-us"
     """The language of the phonemes, by its name in espeak-ng."""
     numbers: str | None = None
-    """The language in which numbers in a text are replaced by words. If None, digits are not replaced."""
+    """The language of the words that replace numbers in a text. If None, numbers are not replaced."""
     max_characters: int | None = None
-    """Maximum number of characters of a text; longer texts are split at sentences."""
+    """Maximum number of characters of a text, if it differs from the default of the format.
+
+    Longer texts are split at sentences.
+    """
     splits_sentences: bool = False
     """Whether each sentence is a separate request, for models that were trained on single sentences."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Default sampling parameters, which override the defaults of the format."""
     voices: tuple[str, ...] | None = None
-    """Names of the voices that the model was trained on."""
+    """Names of the voices that the model was trained on, if they differ from the default of the format."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> SpeechDescription:
@@ -63,7 +66,7 @@ class SpeechDescription:
 
         Raises:
             CheckpointError: the file is not a JSON object, or has an unknown key, a value of a wrong type, or
-                an unsupported language of ``numbers``.
+                an unsupported language for ``numbers``.
         """
         path = checkpoint / _DESCRIPTION_FILE
         if not path.is_file():
@@ -122,8 +125,8 @@ class SpeechCodes:
         """Return the tokens of flattened codes, which must be whole frames.
 
         Raises:
-            InputError: the codes are not a flat list of integers, their number is not a multiple of a frame,
-                or a code is out of range.
+            InputError: the codes are not a flat list of integers, their number is not a multiple of
+                ``codes_per_frame``, or a code is out of range.
         """
         flat_codes = np.asarray(codes)
         if flat_codes.ndim != 1 or (flat_codes.size and not np.issubdtype(flat_codes.dtype, np.integer)):
@@ -146,8 +149,8 @@ class SpeechCodes:
         """Return the codes of the whole frames in generated tokens.
 
         Tokens that represent no code are dropped. If a code has the wrong position, the incomplete frame
-        before it is dropped, and the next frame begins at the next code of position 0. An incomplete frame at
-        the end is not parsed.
+        before it is dropped, and the next frame begins at the next code of position 0, which can be this
+        code. An incomplete frame at the end is not parsed.
 
         Args:
             tokens: the tokens after the last whole frame.
@@ -183,23 +186,23 @@ class SpeechFormat(ABC):
         description: the checkpoint's ``speech_config.json``.
 
     Raises:
-        CheckpointError: the tokenizer lacks tokens of the format.
+        CheckpointError: the tokenizer lacks a token for a code.
     """
 
     name: ClassVar[str]
     """The name of the format and of its module."""
     marker: ClassVar[str]
-    """A token that only vocabularies of this format contain."""
+    """The text of a token. A checkpoint whose ``tokenizer.json`` contains it has this format by default."""
     default_codec: ClassVar[str]
-    """The codec's id on the Hugging Face hub."""
+    """The id of the default codec on the Hugging Face hub."""
     reads_phonemes: ClassVar[bool] = False
     """Whether models read phonemes, unless ``speech_config.json`` sets ``phonemes``."""
     sampling: ClassVar[Mapping[str, float]] = {}
     """Defaults of sampling parameters."""
     max_characters: ClassVar[int]
-    """Maximum number of characters of a text; longer texts are split at sentences."""
+    """Default of ``max_characters`` in ``speech_config.json``."""
     default_voices: ClassVar[tuple[str, ...]] = ()
-    """Names of voices that the models were trained on."""
+    """Default of ``voices`` in ``speech_config.json``."""
 
     def __init__(self, tokenizer: TextTokenizer, description: SpeechDescription) -> None:
         self.description = description
@@ -221,12 +224,12 @@ class SpeechFormat(ABC):
 
         Args:
             text: the text to speak, letters or phonemes.
-            voice: the name of a voice that the model was trained on, or None.
+            voice: the name of a voice that the model was trained on; None for no name.
             codes: flattened codes of a recording whose voice is imitated; empty for none.
             transcription: the transcription of ``codes``.
 
         Raises:
-            InputError: the format does not support one of the arguments.
+            InputError: an argument is invalid, missing or not supported by the format.
         """
 
     @property
@@ -289,7 +292,7 @@ def speech_formats() -> Mapping[str, type[SpeechFormat]]:
 
 
 def format_name(checkpoint: Path, configured_name: str | None = None) -> str | None:
-    """Return the name of a checkpoint's speech format; None if it is not a speech model.
+    """Return the name of a checkpoint's speech format; None if no format is configured or detected.
 
     Args:
         checkpoint: the checkpoint's folder, or a GGUF file. The format of a GGUF file is not detected.
@@ -317,5 +320,5 @@ def format_name(checkpoint: Path, configured_name: str | None = None) -> str | N
 
 
 def is_speech_checkpoint(checkpoint: Path) -> bool:
-    """Return whether the files of a checkpoint identify it as a speech model."""
+    """Return whether a checkpoint has a ``speech_config.json`` or a detected speech format."""
     return (checkpoint / _DESCRIPTION_FILE).is_file() or format_name(checkpoint) is not None

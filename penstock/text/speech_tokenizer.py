@@ -76,8 +76,9 @@ class SpeechTokenizer(TextTokenizer):
         speech_format: name of the speech format; None detects it.
 
     Raises:
-        CheckpointError: the checkpoint is not a speech model, or lacks tokens of its format.
-        ConfigError: the format is unknown.
+        CheckpointError: the checkpoint is not recognized as a speech model, lacks tokens of its format, or
+            has a damaged file.
+        ConfigError: the format is unknown, or ``chat_template`` is not a template.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class SpeechTokenizer(TextTokenizer):
         return await self._run_in_thread(lambda: self.build_speech_context(request))
 
     def split(self, text: str) -> list[str]:
-        """Split a text at sentences into parts of at most `SpeechFormat.text_limit` characters.
+        """Split a text into parts of at most `SpeechFormat.text_limit` characters, at sentences if possible.
 
         Raises:
             InputError: the text has no characters to speak.
@@ -131,8 +132,8 @@ class SpeechTokenizer(TextTokenizer):
     def build_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Return the context of a request.
 
-        If the request has ``prompt``, it is used instead of the prompt of the format. ``audio_prompt_tokens``
-        are the flattened codes of whole frames.
+        If the request has ``prompt``, it replaces the prompt that the format makes from the other fields.
+        ``audio_prompt_tokens`` are the flattened codes of whole frames.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for speech.
@@ -193,6 +194,6 @@ class SpeechTokenizer(TextTokenizer):
         return checked_prompt_ids(ids, self.vocab_size)
 
     def _speakable_text(self, text: str) -> str:
-        """Return valid Unicode text, with numbers as words if the checkpoint's ``numbers`` requests it."""
+        """Return valid Unicode text. Numbers become words if ``speech_config.json`` sets ``numbers``."""
         text = valid_unicode(text)
         return text if self.speech_format.description.numbers is None else spoken_numbers(text)

@@ -1,9 +1,9 @@
-"""Replaces numbers by English words, for speech models that read letters.
+"""Replaces numbers by English words, for speech models.
 
 "$5.20" becomes "five dollars and twenty cents".
 
-The first pattern of `_RULES` that matches a group of digits determines how it is read: as an amount of money,
-a percentage, a time, an ordinal, a decade, a year or a number.
+The first pattern of `_RULES` that matches a number determines how it is read: as an amount of money, a
+percentage, a time, an ordinal, a decade, a year or a plain number.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LANGUAGES = ("en",)
 """Languages whose numbers can be written as words."""
 
 _MAX_DIGITS = 15
-"""Maximum number of digits of a number in words.
+"""Maximum number of digits of a whole number that is read as a cardinal.
 
-Longer numbers, and numbers of several digits that begin with 0, are replaced by one word for each digit.
+Longer numbers, and numbers of several digits that begin with 0, are read digit by digit.
 """
 _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -48,7 +48,7 @@ _ANY_NUMBER = re.compile(_NUMBER)
 
 
 def spoken_numbers(text: str) -> str:
-    """Return a text with its numbers as English words. A text without digits is unchanged."""
+    """Return a text with its numbers as English words. A text without ASCII digits is unchanged."""
     if not re.search("[0-9]", text):
         return text
     for pattern, words in _RULES:
@@ -70,7 +70,7 @@ def _number_words(text: str) -> str:
 
 
 def _spaced_words(match: re.Match[str], words: str) -> str:
-    """Return words with spaces to adjacent letters, for texts such as "mp3"."""
+    """Return words, with a space on each side where ``match`` is next to a letter, as in "mp3"."""
     previous, next_character = match.string[: match.start()][-1:], match.string[match.end() :][:1]
     return f"{' ' if previous.isalpha() else ''}{words}{' ' if next_character.isalpha() else ''}"
 

@@ -23,8 +23,7 @@ def stop_sequences(
     A tokenizer can merge a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
     Therefore the string is encoded alone, and with white space, letters, a digit or punctuation next to it.
     The first result is the sequence of the string alone. The text of every other sequence contains the
-    string, so these sequences do not end an output too early. Other token sequences that a model may generate
-    for the string are not included.
+    string. A model may generate the string as other token sequences, which are not included.
 
     Args:
         stop: the stop string, not empty.
@@ -72,7 +71,7 @@ class StopSequenceCache:
 def _shortest_sequence(
     ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]
 ) -> list[int] | None:
-    """Return the tokens that contain the first occurrence of ``target``; None if there is no occurrence."""
+    """Return the tokens whose bytes overlap the first occurrence of ``target``; None if it does not occur."""
     byte_strings = [token_bytes(token_id) for token_id in ids]
     start = b"".join(byte_strings).find(target)
     if start < 0:

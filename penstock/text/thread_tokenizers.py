@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 class ThreadTokenizers:
     """Provides a separate copy of a tokenizer for each thread.
 
-    The thread that creates this object gets the original tokenizer. A copy takes up to 100 MB.
+    The thread that creates this object gets the original tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

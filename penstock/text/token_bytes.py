@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 
 def find_byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
-    """Return token id -> byte for tokenizers with byte fallback tokens (``<0xE2>``); otherwise empty."""
+    """Return token id -> byte of byte fallback tokens (``<0xE2>``); empty if the decoder has none."""
     named_tokens = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
     tokens = {token_id: byte for token_id, byte in named_tokens if token_id is not None}
     for token_id, byte in tokens.items():
@@ -41,7 +41,7 @@ def single_token_bytes(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte-level alphabet: printable bytes map to themselves, other bytes to U+0100 and above."""
+    """Return character -> byte. Printable bytes are their own characters; others have U+0100 and above."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable += range(ord("®"), ord("ÿ") + 1)
     unprintable = sorted(set(range(256)).difference(printable))

@@ -17,8 +17,8 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
     """Return the token ids of a prompt as an array, which is empty if ``ids`` is empty.
 
     Raises:
-        InputError: ``ids`` is not a sequence or an array, or an element is not an id of the vocabulary. The
-            message contains the first such element.
+        InputError: ``ids`` is text, bytes, or neither a sequence nor an array; or an element is not an id of
+            the vocabulary. The message contains the first such element.
     """
     is_text_or_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
     if is_text_or_bytes or not isinstance(ids, Sequence | np.ndarray):
@@ -51,7 +51,7 @@ def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
 
 
 def unique_ids_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
-    """Return the distinct ids of all sources, by first occurrence, without ids outside the vocabulary.
+    """Return the distinct ids of all sources from 0 to ``vocab_size - 1``, in order of first occurrence.
 
     Some configurations contain ids of a larger model of the same family, which the model cannot sample.
     """

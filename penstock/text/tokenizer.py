@@ -70,7 +70,7 @@ class TextTokenizer:
             cannot imitate a second message.
 
     Raises:
-        CheckpointError: the tokenizer is missing or damaged.
+        CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
         ConfigError: ``chat_template`` is not a template.
         MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
@@ -114,7 +114,7 @@ class TextTokenizer:
 
     @property
     def eos(self) -> int:
-        """The tokenizer's end token, or another of `eos_token_ids`. `CheckpointError` if there is none."""
+        """The tokenizer's end token, or another of `eos_token_ids`. Raises `CheckpointError` without any."""
         if not self._eos_token_ids:
             raise CheckpointError(self._origin, "has no end-of-sequence token (eos_token, eos_token_id)")
         return self._eos_token_ids[0]
@@ -193,8 +193,8 @@ class TextTokenizer:
                 `Detokenizer`, which finds all matches, pass False.
 
         Raises:
-            PromptTooLongError: the prompt leaves no room for a token.
-            UnsupportedFeatureError: the request has images or other content that is not text.
+            PromptTooLongError: the prompt leaves no room for an output token (see `total_length`).
+            UnsupportedFeatureError: the request has images or other content that the model cannot read.
             InputError: the request is invalid. The message contains the reason.
         """
         text, tokens = self._prompt(request, is_limited=True)
@@ -305,7 +305,7 @@ class TextTokenizer:
         return raw_bytes
 
     def template_mentions(self, word: str) -> bool:
-        """Return whether the source of the chat template contains a word, such as a role or a variable."""
+        """Return whether the source of any chat template contains a word, such as a role or a variable."""
         return self._chat_template is not None and self._chat_template.mentions(word)
 
     @property

@@ -41,7 +41,7 @@ def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint folder or of a GGUF file.
 
     If the folder of a GGUF file has ``tokenizer.json``, the tokenizer files of the folder override the GGUF
-    file.
+    file. The end-of-sequence ids of both are used.
 
     Raises:
         CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
@@ -256,5 +256,5 @@ def _positive_integer(checkpoint: Path, model_config: Mapping[str, object], key:
 
 
 def _length_limit(length: object) -> int | None:
-    """Return ``model_max_length`` as an integer, or None if it is missing or means no limit."""
+    """Return ``model_max_length`` as an integer; None if it is no positive number or means no limit."""
     return int(length) if isinstance(length, int | float) and 0 < length < _NO_LIMIT else None

@@ -40,7 +40,7 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
         WeightsError: there are no tensors, a shard is missing, or a file is damaged.
         CheckpointError: ``config.json`` or a separate file with the quantization settings is malformed.
         UnknownArchitectureError: the checkpoint is a GGUF file of an unknown architecture.
-        ConfigError: the weights are quantized with a method that is not supported.
+        ConfigError: the weights are quantized with a method or a setting that is not supported.
     """
     config: Mapping[str, object] = {}
     if is_gguf(checkpoint):

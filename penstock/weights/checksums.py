@@ -23,7 +23,7 @@ def check_checksums(checkpoint: Path) -> int:
         checkpoint: a folder, or a GGUF file.
 
     Returns:
-        The number of files that were checked; 0 if the checkpoint has no large files or is not from the hub.
+        The number of files that were checked; 0 if the checkpoint has no large files or is not in the cache.
 
     Raises:
         CheckpointError: a checksum differs. The message says how to download the file again.

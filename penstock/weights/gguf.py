@@ -4,7 +4,7 @@ Only `GGUFFile.floats` reads the data of a tensor.
 
 A file consists of a header (magic, version, counts), keys with typed values, tensor descriptions, and the
 aligned bytes of the tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All sizes in the
-header are checked against the size of the file before memory is allocated. Errors about a damaged header
+header are checked against the size of the file before memory is allocated. Errors that `_Header._fail` raises
 contain the byte offset of the damage.
 """
 
@@ -115,7 +115,7 @@ class GGUFFile:
     hundreds of thousands of entries. `array` decodes one array.
 
     Raises:
-        WeightsError: the file cannot be read, is truncated, or is not a GGUF file.
+        WeightsError: the file cannot be read, is truncated or damaged, or is not a supported GGUF file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class GGUFFile:
         """The tensors of all files of the model, by their names in the files.
 
         Raises:
-            WeightsError: a file is missing or damaged.
+            WeightsError: a file is missing or damaged, or the files do not belong together.
         """
         tensors = dict(self._header.tensors)
         for part in part_files(self.path)[1:]:

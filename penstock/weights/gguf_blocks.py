@@ -1,8 +1,8 @@
 """Dequantizes the block types of GGUF files to float32.
 
-A block contains scales and the codes of 32 weights. A block of IQ4_XS or of the K types (Q2_K to Q6_K)
-contains 256 weights in 8 or 16 groups, and each group has a scale. A reader is a function from blocks
-``[N, bytes]`` to weights ``[N, weights of a block]``.
+A block of IQ4_XS or of the K types (Q2_K to Q6_K) contains the codes of 256 weights in 8 or 16 groups, and
+each group has a scale. A block of the other types in `READERS` contains a scale and the codes of 32 weights.
+A reader is a function from blocks ``[N, bytes]`` to weights ``[N, weights of a block]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHUNK_BLOCKS = 1 << 12  # intermediate results of one chunk fit into the CPU's 
 
 
 def dequantize(blocks: Tensor, type_name: str) -> Tensor:
-    """Return the weights in blocks. For types that are not in `READERS`, the package ``gguf`` reads them.
+    """Return the weights in blocks. The package ``gguf`` reads the types that are not in `READERS`.
 
     Args:
         blocks: ``[N, bytes of a block]`` uint8.

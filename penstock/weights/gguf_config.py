@@ -209,7 +209,7 @@ _FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
 def _dtype(file: GGUFFile) -> str:
     """Return the type of the activations, by the tensor type that takes the most bytes.
 
-    It is float32 for F32 and F64, float16 for F16, and bfloat16 for BF16 and block types.
+    It is float32 for F32 and F64, float16 for F16, and bfloat16 for all other types.
     """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():

@@ -11,14 +11,14 @@ class GGUFFamily:
     """The tensor names of a family, and how its GGUF files differ from Hugging Face checkpoints."""
 
     names: Mapping[str, str]
-    """Name in the GGUF file -> name in the checkpoint, both without suffix.
+    """Name in the GGUF file -> name in the checkpoint, both without ``.weight`` and ``.bias``.
 
     ``N`` stands for the number of a layer, ``X`` for the number of an expert.
     """
     is_interleaved: bool = False
     """Whether the file stores query and key rows interleaved for the rotary embedding."""
     is_transposed: bool = False
-    """Whether the checkpoint stores the matrices of the blocks as ``[in, out]``."""
+    """Whether the checkpoint stores the matrices of the layers as ``[in, out]``."""
     norm_offset: float = 0.0
     """The constant that the file adds to the weights of norms."""
     orders_qkv_by_head: bool = False

@@ -88,7 +88,7 @@ class GGUFKeys:
         return sorted(key for key in keys if key.removeprefix(self._prefix) not in handled_keys)
 
     def check_supported(self) -> None:
-        """Check that Penstock supports all keys of the file that require special computations.
+        """Check that the file sets no key that requires computations without support in Penstock.
 
         Must be called after the configuration was read, because a key that was read counts as supported.
 

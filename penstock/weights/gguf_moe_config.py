@@ -74,7 +74,7 @@ def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
     draft_layers = keys.get("nextn_predict_layers") or 0
     layers = keys.count("block_count")
     if type(draft_layers) is not int or not 0 <= draft_layers < layers:
-        raise keys.invalid_value("nextn_predict_layers", f"must be less than the {layers} blocks of the file")
+        raise keys.invalid_value("nextn_predict_layers", f"must be a whole number from 0 to {layers - 1}")
     return (
         decoder_config(keys, partial_rotary=True)
         | _experts(keys)

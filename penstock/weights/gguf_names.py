@@ -30,7 +30,7 @@ READABLE_BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-"""Block types that `gguf_blocks` can read."""
+"""Block types that `gguf_blocks` can read without the package ``gguf``."""
 
 PACKAGE_BLOCKS = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
@@ -137,7 +137,7 @@ _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     """Return the tensors of a GGUF file by their names in Hugging Face checkpoints.
 
-    A tensor that is not in the table of the family keeps its name.
+    A tensor that is not in the table of the family keeps its name. Tensors that are not weights are omitted.
 
     Raises:
         WeightsError: the file is damaged, its head counts are not positive integers, or it has a tensor of an

@@ -48,8 +48,8 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 
     Args:
         path: the GGUF file.
-        tokenizer: a tokenizer to use instead of rebuilding one. Each of its tokens must have the
-            same id in the file; a space equals SentencePiece's mark for a space.
+        tokenizer: a tokenizer to use instead of rebuilding one. Each of its tokens must have the same id in
+            the file. In this comparison, SentencePiece's ``▁`` (U+2581) equals a space.
 
     Raises:
         CheckpointError: the file has no tokenizer, its tokenizer is unsupported or damaged, or the tokens
@@ -266,7 +266,7 @@ def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) ->
 
 
 def _token_id(file: GGUFFile, tokens: list[str], name: str) -> int | None:
-    """Return the token id under ``tokenizer.ggml.<name>``, or None if the file names no token."""
+    """Return the token id under ``tokenizer.ggml.<name>``; None if the key is missing or names no token."""
     token_id = file.metadata.get(f"tokenizer.ggml.{name}")
     # Some programs write 2**32 - 1 for a token that does not exist.
     if token_id is None or token_id == 2**32 - 1:
@@ -274,7 +274,7 @@ def _token_id(file: GGUFFile, tokens: list[str], name: str) -> int | None:
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
         raise CheckpointError(
             file.path,
-            f"tokenizer.ggml.{name} must be below the number of tokens, {len(tokens)}; it is {token_id!r}",
+            f"tokenizer.ggml.{name} must be a whole number from 0 to {len(tokens) - 1}; it is {token_id!r}",
         )
     return token_id
 

@@ -89,7 +89,7 @@ def resolve_codec(path: str, revision: str = "main", *, resumes: bool = False) -
 
     Raises:
         CheckpointNotFoundError: the codec does not exist or cannot be reached.
-        CheckpointError: the folder has no ``config.json`` or no weights.
+        CheckpointError: the folder has no ``config.json`` or no weights, or a shard was not downloaded.
     """
     if _is_local(path):
         folder = Path(os.path.abspath(os.path.expanduser(path)))
@@ -183,7 +183,7 @@ def _folder_problem(names: list[str]) -> str | None:
 
 
 def _gguf_models(names: Iterable[str]) -> list[str]:
-    """Return the GGUF files that are models, without later parts of split models and image projectors."""
+    """Return the GGUF files except the later parts of split models and the image projectors, sorted."""
     files = sorted(name for name in names if name.lower().endswith(gguf.SUFFIX))
     return [name for name in files if not _LATER_PART.search(name) and "mmproj" not in name.lower()]
 

@@ -21,7 +21,7 @@ class CachedModel:
     name: str
     """The id of the model on the hub."""
     revision: str | None
-    """The commit hash; None for a model without any completely downloaded file."""
+    """The commit hash; None if the cache has no revision of the model, as after a partial download."""
     refs: Sequence[str]
     """The branches and tags that were resolved to this commit."""
     path: Path

@@ -13,7 +13,7 @@ def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError)
 
     Args:
         path: the file.
-        error: class of the error to raise.
+        error: class of the error to raise, `CheckpointError` or a subclass.
 
     Raises:
         CheckpointError: the file cannot be read, is not JSON, or does not contain an object.

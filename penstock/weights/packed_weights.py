@@ -1,10 +1,10 @@
 """Files of packed weights: weights in the memory layout of the kernels, which are mapped instead of packed.
 
-``penstock warm-cache --pack`` writes the file. It is a safetensors file
-(https://huggingface.co/docs/safetensors). Its metadata describe the layers in load order. They also contain
-what the packed weights depend on: the state of the checkpoint's files, a digest of its configuration, the
-encoding, the memory layout and the version of Penstock. If one of these differs, the file is not used. All
-processes share the pages of the file in the page cache.
+``penstock warm-cache --pack`` writes such a file. It is a safetensors file
+(https://huggingface.co/docs/safetensors). Its metadata describe the layers in load order. The metadata also
+contain what the packed weights depend on: path, size and time of the checkpoint's files, a digest of its
+configuration, the encoding, the memory layout and the version of Penstock. If one of these differs, the file
+is not used. All processes share the pages of the file in the page cache.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
     """Open the file of packed weights of a checkpoint.
 
-    Returns None if there is no file, or if the file is damaged or was written for another checkpoint, layout
-    or version of Penstock.
+    Returns None if there is no file, or if the file is damaged or was written for another state of the
+    checkpoint, another layout or another version of Penstock.
     """
     file = key.file
     if not file.is_file():
@@ -143,7 +143,7 @@ class PackedLayerReader:
     def take(
         self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear | None:
-        """Return the next layer of the file, with ``bias``; None if it differs from the requested layer."""
+        """Return the next layer of the file, with ``bias``; None if it is missing or another layer."""
         index, self._next = self._next, self._next + 1
         layer = self._layers[index] if index < len(self._layers) else None
         if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):

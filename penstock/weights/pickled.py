@@ -22,7 +22,7 @@ class PickledWeights:
     The methods are a subset of those of `penstock.weights.Weights`.
 
     Raises:
-        WeightsError: the file cannot be read, or contains objects other than tensors.
+        WeightsError: the file cannot be read, or is not a dictionary of tensors.
     """
 
     def __init__(self, file: Path) -> None:

@@ -38,9 +38,9 @@ def download_large_files(
 ) -> None:
     """Download the large files of a model that match the patterns and are not in the cache.
 
-    If the list of the files or the metadata of a file cannot be read, the function returns without an error,
-    because the caller's later download fails with the same cause. Files that another process is downloading
-    are skipped.
+    If the list of the files or the metadata of a file cannot be read, the function returns without an error.
+    The caller then uses huggingface_hub, which reports the error if files are missing. Files that another
+    process is downloading are skipped.
 
     Args:
         model_id: the id of the model.
@@ -51,7 +51,7 @@ def download_large_files(
     Raises:
         CheckpointNotFoundError: the server refused the request, or the connection was interrupted repeatedly.
             The next call continues the download.
-        CheckpointError: the checksum of a file differs from that on the hub.
+        CheckpointError: the checksum of a file differs from that on the hub. The file is deleted.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, list_repo_files
     from huggingface_hub.utils import build_hf_headers as authorization  # type: ignore[attr-defined]

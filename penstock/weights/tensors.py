@@ -66,7 +66,7 @@ class Weights:
         Raises:
             WeightsError: there is no file, a shard is missing, or a file is damaged.
             UnknownArchitectureError: the file is a GGUF file of an unknown architecture.
-            ConfigError: the weights are quantized with a method that is not supported.
+            ConfigError: the weights are quantized with a method or a setting that is not supported.
         """
         files = _Files(open_checkpoint(path), shapes_only)
         return cls(path, {name: name for name in files.headers}, files)
@@ -112,7 +112,7 @@ class Weights:
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether tensor ``name`` can be read as floats of this shape. If not, record a fault.
 
-        The tensor then counts as read, unless it is missing. Callers that do not need its data use this
+        In both cases, a tensor that exists counts as read. Callers that do not need its data use this method
         instead of `tensor`.
         """
         header = self._mark_read(name)
@@ -124,7 +124,7 @@ class Weights:
         return self._fits(name, header, shape)
 
     def stored_encoding(self, name: str) -> str | None:
-        """Return the encoding in which a weight is stored; None if it is stored as floats or is missing."""
+        """Return the encoding in which a weight is stored; None if it is missing or is read as floats."""
         header = self._find_header(name)
         return None if header is None else header.encoding
 
@@ -144,9 +144,9 @@ class Weights:
             transposed: whether the checkpoint's shape is ``(in, out)``.
 
         Returns:
-            The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `order`.
-            If the weight is stored as floats, or in a layout that the encoding does not support: None, and
-            ``weight [out, in]`` as floats.
+            The encoding, and the tensors of `LinearEncoding.pack`, with inputs in the order of `input_order`.
+            If no encoding represents the weight, or if `tensor` would record a fault or return no data:
+            None, and ``weight [out, in]`` as floats.
         """
         header = self._find_header(name)
         expected = shape[::-1] if transposed else shape
@@ -162,7 +162,7 @@ class Weights:
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the rows ``start`` to ``stop - 1`` of a weight of this shape, like `read_linear`.
 
-        If the format stores each row separately, other rows are not read.
+        For most matrices in GGUF files, other rows are not read.
         """
         header = self._find_header(name)
         if header is not None and header.shape == shape and not self._files.shapes_only:

@@ -269,7 +269,7 @@ class WorkerClient:
         self._supervisor.is_asleep = False
 
     async def reload(self, grace: float) -> None:
-        """End the worker and start a new one. New requests are rejected until the new worker is ready."""
+        """Replace the worker, and reject requests meanwhile. If the worker is asleep, only wake it up."""
         await self.sleep(2, grace)
         await self.wake_up()
 

@@ -38,7 +38,9 @@ _WORKER_PROGRAM = (
 """
 
 _OPENMP_VARIABLES = {"GOMP_SPINCOUNT": "100"}
-"""Default environment variables of the worker: a waiting OpenMP thread spins 100 times before it sleeps.
+"""Environment variables of the worker, if the server's environment has neither them nor ``OMP_WAIT_POLICY``.
+
+A waiting OpenMP thread then spins 100 times before it sleeps.
 
 Without this setting, waiting threads spin for milliseconds. If the server needs a core at the same time, the
 spinning threads can occupy the core of the thread for which they wait. A step then takes ten times as long.

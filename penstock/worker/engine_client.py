@@ -26,8 +26,9 @@ class EngineClient(Protocol):
     """The only interface through which the server uses workers.
 
     `WorkerClient` implements the interface for one worker, `WorkerRouter` for several, and
-    `penstock.ray.engine.RayEngine` for the replicas of a Ray cluster. All methods except `launch` must
-    be called on the event loop, and never block the loop. `Generation.cancel` cancels a request.
+    `penstock.ray.engine.RayEngine` for the replicas of a Ray cluster. All methods except `launch` must be
+    called on the event loop. They block it only while a worker is launched or ended. `Generation.cancel`
+    cancels a request.
     """
 
     @property
@@ -37,7 +38,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the model is loaded and a worker responds. Also true during a shutdown or while asleep."""
+        """Whether the model is loaded and a worker responds. Can be true during a shutdown or a sleep."""
         ...
 
     @property
@@ -72,7 +73,7 @@ class EngineClient(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """The number of times that a worker ended unexpectedly."""
+        """The number of times that a worker ended unexpectedly or a restart failed."""
         ...
 
     def submit(self, context: RequestContext) -> Generation:

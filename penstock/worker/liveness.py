@@ -6,8 +6,8 @@ import time
 from typing import Protocol
 
 MAX_LOAD_PAUSE = 600.0
-"""Seconds without progress after which a starting worker is killed, or the hang limit if longer. The pause
-is long, because imports of libraries do not change the progress counter, and take long on a slow disk.
+"""A starting worker is killed after this many seconds without progress, or after the hang limit if that is
+longer. The value is high, because imports of libraries take long on a slow disk and count no progress.
 """
 
 

@@ -42,8 +42,8 @@ class WorkerLaunch:
 def main() -> None:
     """Run a worker in this process until `Stop` arrives or the parent process ends.
 
-    Ends the process with status 0, with `OUT_OF_MEMORY_STATUS` at the limit of private memory, or with 1
-    after another error.
+    Ends the process with status 0 after `Stop` or a reported failure of the start, with
+    `OUT_OF_MEMORY_STATUS` at the limit of private memory, and otherwise with 1.
     """
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         # A terminal sends signals to the whole process group. Only the parent handles them.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from penstock.pipelines.core.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 
 _COUNT_BITS = 24
-"""Number of low bits with the number of requests, in a value of `PrefixMap._expected_workers`."""
+"""Number of low bits of a value of `PrefixMap._expected_workers` that contain the number of requests."""
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
@@ -24,7 +24,7 @@ class PrefixMap:
         self._cached_workers: dict[bytes, int] = {}
         """Digest -> set of workers that have the block."""
         self._expected_workers: dict[bytes, int] = {}
-        """Digest -> number of requests in the low bits, set of workers in the high bits."""
+        """Digest -> number of requests that will store the block (low bits), set of their workers (high)."""
 
     @property
     def num_blocks(self) -> int:
@@ -70,9 +70,9 @@ class PrefixMap:
         bit, cached_workers, expected_workers = 1 << worker, self._cached_workers.get, self._expected_workers
         start = bisect_left(digests, True, key=lambda digest: not cached_workers(digest, 0) & bit)
         recorded_digests = digests[start:]
-        mark = bit << _COUNT_BITS
+        expected_bit = bit << _COUNT_BITS
         for digest in recorded_digests:
-            expected_workers[digest] = (expected_workers.get(digest, 0) | mark) + 1
+            expected_workers[digest] = (expected_workers.get(digest, 0) | expected_bit) + 1
         return recorded_digests
 
     def clear_expected(self, recorded_digests: Sequence[bytes]) -> None:

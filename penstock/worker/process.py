@@ -91,7 +91,7 @@ class WorkerRuntime:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The addresses of one worker run: a private folder with one socket per direction."""
+    """The addresses of one worker run: two sockets and a progress file in a private folder."""
 
     folder: str
     run_number: int = 0
@@ -121,7 +121,7 @@ def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None
         endpoint: the addresses. The server must have bound the socket of reports.
 
     Raises:
-        Exception: an error that the scheduler could not attribute to single requests. The worker must be
+        Exception: an error that does not belong to single requests, or exhausted memory. The worker must be
             restarted.
     """
     with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as reports:
@@ -169,8 +169,8 @@ class _Loop:
     def _receive_commands(self, should_wait: bool) -> None:
         """Process all commands that have arrived.
 
-        With ``should_wait``, first pack weights and allocate pages until a command arrives. If contexts wait,
-        do only one part of this work. Then block until a command arrives or contexts must be checked again.
+        With ``should_wait``, first call `WorkerRuntime.prepare_next` until a command arrives or nothing
+        remains; only once if contexts wait. Then block until a command arrives or contexts must be checked.
         """
         if should_wait:
             has_work = self._scheduler.has_work
@@ -273,7 +273,7 @@ class _Loop:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Run a step, and send a report unless it would be empty. Return False if no context ran."""
+        """Run a step if there is work, and report changes of requests. Return whether a context ran."""
         outputs: dict[str, PipelineOutput] = {}
         has_run = False
         if self._scheduler.has_work:
@@ -306,7 +306,7 @@ class _Loop:
         return Admission(context.request_id, context.num_cached_tokens)
 
     def _result(self, request_id: str, output: PipelineOutput) -> RequestResult | None:
-        """Return the message for an output; None if the output is empty, as after a prompt chunk."""
+        """Return the message for an output; None if the output is empty and not final."""
         context = self._contexts[request_id]
         result = result_message(context, output)
         if result is not None:

@@ -73,7 +73,7 @@ class Generation:
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
         self.on_start: Callable[[], None] | None = None
-        """Function that is called once, when the first result arrives."""
+        """Function that is called when the first result arrives, at most once."""
         self.on_end: Callable[[], None] | None = None
         """Function that is called once, when the request ends."""
 
@@ -101,6 +101,7 @@ class Generation:
 
         Raises:
             PenstockError: the error that ended the request; `UnavailableError` if the worker ended.
+            StopAsyncIteration: a previous call has returned the final status.
         """
         while not self.is_done and (self._is_read_at_end or not self._results):
             await self._wait_for_change()
@@ -111,7 +112,7 @@ class Generation:
         raise StopAsyncIteration
 
     async def next_results(self) -> list[RequestResult]:
-        """Wait for results, and return all results since the last call. Empty after the end of the request.
+        """Wait for results, and return all results since the last call; [] if none follow.
 
         Raises:
             PenstockError: the error that ended the request.

@@ -81,7 +81,7 @@ class WorkerRouter:
         self._listeners: list[CacheListener] = []
         self._num_lost_restarts = 0  # number of restarts of workers that have been replaced
         self.prefixes = PrefixMap()
-        """The blocks in the prefix caches of the workers."""
+        """The cached and the expected blocks of each worker."""
         if len(workers) > 1:
             for number, worker in enumerate(workers):
                 worker.watch_cache(self._reporter(number, worker))
@@ -135,7 +135,7 @@ class WorkerRouter:
 
     @property
     def num_restarts(self) -> int:
-        """The number of times that a worker ended unexpectedly."""
+        """The number of times that a worker ended unexpectedly or a restart failed."""
         return self._num_lost_restarts + sum(worker.num_restarts for worker in self._workers)
 
     # -- Requests ----------------------------------------------------------------------------------------

@@ -180,10 +180,10 @@ def prompt_digests(context: RequestContext, info: WorkerInfo) -> list[bytes]:
     if info.prefix_limits is None or context.log_probabilities_echo or context.adapter is not None:
         return []
     length = context.current_length
-    root = context_root(context, bisect_left(info.prefix_limits, length), None)
-    if root is None:
+    first_parent = context_root(context, bisect_left(info.prefix_limits, length), None)
+    if first_parent is None:
         return []
     count = min((length - 1) // info.block_size, MAX_DIGESTS)
     return chain_digests(
-        root, context.all_tokens, context.token_hash_overrides, range(count), info.block_size
+        first_parent, context.all_tokens, context.token_hash_overrides, range(count), info.block_size
     )

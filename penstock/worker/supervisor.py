@@ -130,7 +130,7 @@ class WorkerSupervisor:
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker has been launched and not stopped."""
+        """Whether the worker has been launched and its resources have not been released since."""
         return self._context is not None
 
     @property
@@ -193,7 +193,7 @@ class WorkerSupervisor:
             raise
 
     async def start(self) -> None:
-        """Wait until the worker is ready.
+        """Launch the worker if needed, and wait until it is ready.
 
         Raises:
             PenstockError: the reason why the worker could not start.
@@ -212,7 +212,7 @@ class WorkerSupervisor:
             raise
 
     def begin_stop(self) -> bool:
-        """Stop accepting requests. Return False if the worker has been stopped or is being stopped."""
+        """Stop accepting requests. Return False if the worker is not launched or is being stopped."""
         if self._context is None or self._state == "stopping":
             return False
         self._was_ready, self._state = self._state == "ready", "stopping"

@@ -301,7 +301,7 @@ def test_special_tokens_templates_and_limits_are_read(tmp_path: Path) -> None:
         ),
         (
             {"tokenizer.ggml.eos_token_id": 2048},
-            "eos_token_id must be below the number of tokens, 2048; it is 2048",
+            "eos_token_id must be a whole number from 0 to 2047; it is 2048",
         ),
         ({"tokenizer.ggml.model": "llama"}, "has 2048 tokens, but scores for 0"),
         ({"tokenizer.huggingface.json": "{}"}, "tokenizer.huggingface.json cannot be read as a tokenizer"),

@@ -15,7 +15,7 @@ const FINISH_TEXTS = {
   error: "stopped by an error",
 };
 
-/** An element for text that grows. New text is appended to its text node, so that a selection remains. */
+/** An element for text that grows. If new text continues the old text, it is appended, so that a selection remains. */
 class GrowingText {
   constructor(properties) {
     this._text = document.createTextNode("");
@@ -33,8 +33,8 @@ class GrowingText {
  * The article of a message.
  *
  * `actions` has the functions of the buttons: edit(message, text, andAnswer), remove(message), branch(message),
- * regenerate(message), retry(message), sendResults(message, results). updateButtons() is called when editing is
- * cancelled. If `actions` is null, the only button is Copy.
+ * regenerate(message), retry(message), sendResults(message, results). Its function updateButtons() is called when
+ * editing is cancelled. If `actions` is null, the only button is Copy.
  */
 export class MessageView {
   constructor(message, { actions = null, shades, name = NAMES[message.role] }) {
@@ -69,7 +69,7 @@ export class MessageView {
     this._numbers.replaceChildren(...numbersOf(message.numbers));
   }
 
-  /** Disables the buttons if `isBusy`. Only the last message shows `Try again` and the fields for tool results. */
+  /** Disables the buttons if `isBusy`. Otherwise the last message shows `Try again` and the fields for tool results. */
   updateControls({ isLast, isBusy }) {
     for (const element of this._buttonBar.querySelectorAll("button")) element.disabled = isBusy;
     if (this._errorBox.firstChild) this._retryButton.hidden = !isLast || isBusy;
@@ -111,7 +111,7 @@ export class MessageView {
     this._showError();
   }
 
-  /** Shows the error of the message. */
+  /** Shows the error of the message, if it has one. */
   _showError() {
     const { error } = this.message;
     this._errorBox.replaceChildren();
@@ -179,7 +179,7 @@ export class MessageView {
     });
   }
 
-  /** Shows input fields for the results of the tool calls, or hides them if `isOpen` is false. */
+  /** Shows input fields for the results of the tool calls. Hides them if `isOpen` is false or there are no calls. */
   _showResults(isOpen) {
     const { calls } = this.message;
     this._resultsForm.hidden = !isOpen || !calls.length;
@@ -194,7 +194,7 @@ export class MessageView {
   }
 }
 
-/** Returns the figures of a response as elements of a line. */
+/** Returns one element for each known figure of a response. */
 function numbersOf(numbers) {
   if (!numbers) return [];
   const { firstToken, perSecond, prompt, cached, completion, finish } = numbers;

@@ -1,4 +1,4 @@
-// The page of live metrics. While the page is visible, it reads /metrics every second.
+// The page of live metrics. While the page is visible, it reads /metrics one second after each response.
 
 import { ApiError, getText } from "./api.js";
 import { drawLine } from "./chart.js";
@@ -6,7 +6,7 @@ import { byId, make } from "./dom.js";
 import { Scrape, growth, quantile } from "./prometheus.js";
 
 const PERIOD_MS = 1000; // between a response and the next scrape
-const HISTORY = 60; // number of scrapes in the charts, which is about one minute
+const HISTORY = 60; // maximum number of points in a chart, which is about one minute
 const ANNOUNCE_EVERY = 15; // scrapes between two announcements
 const MIN_RATE = 10; // tokens/s: minimum upper end of the chart
 
@@ -37,7 +37,10 @@ function durations(label, name) {
   return { label, recent: (now, before, seconds) => (seconds ? text(now, before) : "–"), total: (now) => text(now, null) };
 }
 
-/** Returns the percentage of prompt tokens since the scrape `before` that were found in the prefix cache. */
+/**
+ * Returns the percentage of prompt tokens found in the prefix cache since the scrape `before`, or since the start if
+ * `before` is null. Returns "–" if there were no prompt tokens.
+ */
 function hitRate(now, before) {
   const queries = growth(now, before, "penstock_prefix_cache_queries_total");
   return queries ? percent(growth(now, before, "penstock_prefix_cache_hits_total") / queries) : "–";
@@ -58,7 +61,7 @@ const ROWS = [
   counter("Preemptions", "penstock_preemptions_total", "requests"),
 ];
 
-/** Returns the used fraction of the KV cache, 0 to 1. */
+/** Returns the used fraction of the KV cache, 0 to 1; 0 without a KV cache. */
 const kvUse = (now) => now.sum("penstock_kv_blocks_used") / (now.sum("penstock_kv_blocks") || 1);
 
 export class MetricsPage {
@@ -78,7 +81,10 @@ export class MetricsPage {
     document.addEventListener("visibilitychange", () => this._restart());
   }
 
-  /** Starts or stops the polling. A response with status 401 stops the polling until the next call with `true`. */
+  /**
+   * Starts or stops the polling, which pauses while the document is hidden. A response with status 401 stops the
+   * polling until the next call with `true`, or until the document becomes visible again.
+   */
   show(isShown) {
     this._isShown = isShown;
     this._restart();

@@ -42,7 +42,7 @@ _HEADERS = {
 
 
 class Stats(BaseModel):
-    """Statistics of the server. Totals count since the worker started."""
+    """Statistics of the server. The numbers of tokens count since the worker started."""
 
     state: str
     """State of the worker, see `EngineState`."""
@@ -60,7 +60,7 @@ class Stats(BaseModel):
 
 @router.get("/playground/stats")
 async def stats(request: Request, response: Response) -> Stats:
-    """Return the live statistics, a subset of ``/metrics``. The route needs no API key, as ``/metrics``."""
+    """Return the live statistics. Like ``/metrics``, the route needs no API key."""
     services = Services.of(request)
     worker = services.worker
     now = worker.stats

@@ -90,12 +90,15 @@ export class Settings {
     throw new WrongSetting(field.validationMessage);
   }
 
-  /** Returns the tools, or [] if the field is empty. If the JSON is invalid, shows the error and returns undefined. */
+  /** Returns the tools; [] if the field is empty. If it has no JSON array, shows the error and returns undefined. */
   _checkTools() {
     return this._parseJson("tools", [], (value) => (Array.isArray(value) ? "" : "This must be an array."));
   }
 
-  /** Returns the schema, or null if the field is empty. If the JSON is invalid, shows the error and returns undefined. */
+  /**
+   * Returns the schema; null if the field is empty or has the JSON value null. If the field has anything else than a
+   * JSON object, shows the error and returns undefined.
+   */
   _checkSchema() {
     const isObject = (value) => value === null || (typeof value === "object" && !Array.isArray(value));
     return this._parseJson("schema", null, (value) => (isObject(value) ? "" : "This must be an object."));

@@ -6,7 +6,7 @@ import { byId, make } from "./dom.js";
 const MAX_TEXTS = 20;
 const EXAMPLES = ["The cat sat on the mat.", "A kitten rests on a rug.", "The stock market fell today.", "Shares lost value."];
 
-/** Returns the lines of a text, without white space at both ends and without empty lines. */
+/** Returns the lines of a text that are not blank, each without white space at its ends. */
 export const textsOf = (value) => value.split("\n").map((line) => line.trim()).filter(Boolean);
 
 /** Returns the cosine similarity of each pair of vectors, `[n][n]`; 0 for a vector of norm 0. */

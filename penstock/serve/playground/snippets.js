@@ -26,7 +26,7 @@ export function curl(body, base) {
   ].join("\n");
 }
 
-/** Returns a Python program that sends the request with the openai package and prints the stream. */
+/** Returns a Python program that sends the request with the openai package and prints the streamed text. */
 export function python(body, base) {
   const openaiFields = Object.entries(body).filter(([name]) => OPENAI_FIELDS.has(name));
   const extraFields = Object.entries(body).filter(([name]) => !OPENAI_FIELDS.has(name));

@@ -10,7 +10,7 @@ const EXAMPLE_TEXT = "A penstock is a pipe that carries water to a turbine.";
 /** Returns the sample rate in a WAV header. */
 export const sampleRateOf = (header) => new DataView(header.buffer, header.byteOffset).getUint32(24, true);
 
-/** Decodes a WAV stream with 16-bit samples. Chunks can end inside the header or a sample. */
+/** Decodes a WAV stream with one channel of 16-bit samples. Chunks can end inside the header or a sample. */
 export class WavDecoder {
   constructor() {
     this._incompleteBytes = new Uint8Array(0);
@@ -98,7 +98,7 @@ export class SpeechView {
     byId("speech-voice").replaceChildren(...options);
   }
 
-  /** Requests the audio of the text and plays the audio as it arrives. A new request ends the previous request. */
+  /** Requests the audio of the text and plays it as it arrives. Ends the previous request and its playback first. */
   async speak() {
     const error = byId("speech-error");
     error.textContent = "";

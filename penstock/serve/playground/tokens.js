@@ -92,7 +92,7 @@ export function percent(logprob) {
   return value >= 0.1 ? `${value.toFixed(1)} %` : value >= 0.001 ? `${value.toFixed(3)} %` : "< 0.001 %";
 }
 
-/** Returns a token's text with symbols for white space, or its bytes if the token has an incomplete character. */
+/** Returns a token's text with symbols for white space; its bytes if they are known and the text contains U+FFFD. */
 export function visible({ token, bytes }) {
   if (token.includes("\uFFFD") && bytes) {
     return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");

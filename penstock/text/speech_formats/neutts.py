@@ -1,8 +1,7 @@
 """NeuTTS: small language models that generate the codes of NeuCodec, one per frame, as ``<|speech_N|>``.
 
-The models read phonemes. A recording with its transcription can determine the voice. The prompt then contains
-the phonemes of the transcription and of the text, and then the codes of the recording. The model continues
-the speech of the recording.
+By default the models read phonemes. A recording with its transcription can determine the voice. The prompt
+then contains the transcription, the text and the codes of the recording, which the model continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Orpheus: a Llama that generates the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
 
-With a codebook of ``size`` codes, the codes of position ``p`` of a frame are the tokens numbered from
-``10 + p * size`` to ``10 + (p + 1) * size - 1``.
+With a codebook of ``size`` codes, code ``c`` at position ``p`` of a frame is the token with
+``N = 10 + p * size + c``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OrpheusFormat(SpeechFormat):
         return [*reference, *self._turn_tokens(text if voice is None else f"{voice}: {text}")]
 
     def _turn_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text and of the beginning of its speech."""
+        """Return the tokens of a text, followed by the tokens after which its speech begins."""
         end_tokens = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
         ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
         return [self.token_id(_HUMAN_START), *ids, *map(self.token_id, end_tokens)]

@@ -1,8 +1,8 @@
 """Checkpoint formats: how a checkpoint stores the weights of linear layers. One file per format.
 
-Each file of this folder defines one record, ``FORMAT``. Files whose names begin with an underscore are shared
-by several formats. A format is independent of the architecture. It determines the stored encoding of each
-layer, and reads the layer in that encoding or as floats.
+Files whose names begin with an underscore are shared by several formats. Each other file of this folder
+defines one record, ``FORMAT``. A format is independent of the architecture. It determines the stored encoding
+of each layer, and reads the layer in that encoding or as floats.
 
 Importing this package does not import torch. The methods that read tensors import torch when they are called.
 """
@@ -84,6 +84,7 @@ class CheckpointFormat(ABC):
 
         Raises:
             WeightsError: the types or shapes of the tensors of a layer are inconsistent.
+            ConfigError: a setting in ``quantization_config`` is not supported.
         """
         policy = self.policy(config)
         if policy is None:
@@ -113,9 +114,10 @@ class CheckpointFormat(ABC):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the encoding of a weight ``[out, in]``, and its tensors as in `LinearEncoding.pack`.
 
-        The encoding is ``header.encoding``. If it is None, the only tensor is ``weight`` in floats. All
-        tensors have one row per output, so that layers with the same input can be concatenated. The inputs of
-        a quantized weight are in the order of ``header.input_order``, if it is not empty.
+        The encoding is ``header.encoding``, or None if the stored values do not fit into that encoding. If it
+        is None, the only tensor is ``weight`` in floats. All tensors have one row per output, so that layers
+        with the same input can be concatenated. The inputs of a quantized weight are in the order of
+        ``header.input_order``, if it is not empty.
         """
         return None, {"weight": source.tensor(header)}
 
@@ -160,7 +162,7 @@ class FormatRegistry:
             headers: name -> header of each stored tensor.
 
         Raises:
-            ConfigError: no format reads the checkpoint's ``quant_method``.
+            ConfigError: no format detects the checkpoint.
         """
         for record in self.formats:
             if record.detect(config, headers):

@@ -1,4 +1,4 @@
-"""Layers of 8-bit floats (E4M3), which several formats store as ``weight`` and one tensor of scales.
+"""Layers of 8-bit floats (E4M3 or E5M2), which several formats store as ``weight`` and a tensor of scales.
 
 There is one scale per matrix, per output, or per block of outputs and inputs. The last blocks of a matrix may
 be smaller. A weight is the 8-bit float times its scale.
@@ -78,7 +78,7 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
 
 
 def block_size(section: Mapping[str, object], key: str) -> tuple[int, int]:
-    """Return ``section[key]``, the numbers of outputs and inputs of a block; (0, 0) if it is not a pair."""
+    """Return ``section[key]``, the outputs and inputs of a block; (0, 0) unless both are integers above 0."""
     value = section.get(key)
     if (
         isinstance(value, list | tuple)

@@ -145,7 +145,7 @@ class StoredTensors:
         raise WeightsError(file, f"{layer}.{part} {problem}".strip())
 
     def _file_of(self, layer: str) -> Path:
-        """Return the file of any stored tensor of a layer, or of the checkpoint if the layer has none."""
+        """Return the file of a stored tensor of a layer; any file of the checkpoint if the layer has none."""
         files = (file for name, file in self._files.items() if name.startswith(f"{layer}."))
         return next(files, next(iter(self._files.values())))
 

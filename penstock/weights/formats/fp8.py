@@ -1,8 +1,8 @@
 """fp8: 8-bit floats with a scale per matrix, per output or per block, written by transformers and DeepSeek.
 
-``<layer>.weight`` is E4M3. ``<layer>.weight_scale_inv`` has a scale for each block of ``weight_block_size``
-outputs and inputs. ``<layer>.weight_scale`` has a scale for each output, or one scale for the whole matrix.
-Layers in ``modules_to_not_convert`` are plain floats.
+``<layer>.weight`` is E4M3 or E5M2. ``<layer>.weight_scale_inv`` has a scale for each block of
+``weight_block_size`` outputs and inputs. ``<layer>.weight_scale`` has a scale for each output, or one scale
+for the whole matrix. Layers in ``modules_to_not_convert`` are plain floats.
 """
 
 from __future__ import annotations

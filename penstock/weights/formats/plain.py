@@ -8,7 +8,7 @@ from penstock.weights.formats import CheckpointFormat, Headers, quant_method
 
 
 class PlainFormat(CheckpointFormat):
-    """Safetensors files without a ``quantization_config`` in ``config.json``."""
+    """Safetensors files without a ``quant_method`` in the configuration."""
 
     name = "plain"
     priority = -1  # formats that are detected by their tensors have precedence
