@@ -47,7 +47,10 @@ class App {
 
   // Actions of the user.
 
-  /** Adds the text in the input field to the conversation and requests a response (two on the Compare page). */
+  /**
+   * Adds the text and images of the input field to the conversation and requests a response. On the Compare page,
+   * requests two answers to them instead.
+   */
   send() {
     if (this._isBusy) return;
     const text = draft.value;
