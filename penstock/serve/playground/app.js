@@ -166,7 +166,7 @@ class App {
 
   _announceEnd({ error, numbers }) {
     if (error) this._announce(`The response failed: ${error.message}`);
-    else this._announce(`The response is complete, ${numbers?.completion ?? 0} tokens.`);
+    else this._announce(`The response has ended, ${numbers?.completion ?? 0} tokens.`);
   }
 
   /** Updates the view of a message in the next animation frame. */
