@@ -106,8 +106,9 @@ class ServeConfig:
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. The limit of array elements and "
-        "object members is the same, or the token count of the longest accepted prompts if that is higher.",
+        "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
+        "have a separate limit: the same number, or the token count of the longest accepted prompts if that "
+        "is higher.",
     )
     body_timeout: float = setting(
         60.0, _POSITIVE_SECONDS, "Seconds within which the body of a request must arrive."
@@ -162,7 +163,8 @@ class ServeConfig:
     reasoning_field: str = setting(
         "both",
         one_of("both", "reasoning", "reasoning_content"),
-        "Name of the field with the model's reasoning in messages and deltas. Clients read different names.",
+        "Field of messages and deltas that has the model's reasoning; both fills two fields, because clients "
+        "read different names.",
     )
     max_inputs_per_request: int = setting(
         2048,
@@ -192,7 +194,9 @@ class ServeConfig:
         512 * 2**20, NUM_BYTES, "Maximum size of an uploaded file of a batch, in bytes."
     )
     response_store_size: int = setting(
-        256 * 2**20, NUM_BYTES, "Maximum total size of stored responses; the oldest are dropped."
+        256 * 2**20,
+        NUM_BYTES,
+        "Maximum total size of stored responses with their input, in bytes; the oldest are dropped.",
     )
     allow_image_urls: bool = setting(
         False, FLAG, "Fetch images that requests name by http(s) URLs from hosts on the public internet."
@@ -248,7 +252,8 @@ class ServeConfig:
     worker_memory_limit: int | None = setting(
         None,
         NUM_BYTES,
-        "Limit of the worker's private memory, without mapped files. At the limit the worker is restarted.",
+        "Limit of the worker's private memory in bytes, without mapped files. At the limit the worker is "
+        "restarted.",
     )
     profile_dir: str | None = setting(
         None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: no profiles."

@@ -29,10 +29,10 @@ def num_top_logprobs(body: GenerationBody, num_top: int | None) -> int:
 def num_prompt_logprobs(
     body: GenerationBody, contexts: Sequence[TextContext], *, num_echo_top: int | None = None
 ) -> int:
-    """Return the number of prompt log probabilities in a response.
+    """Return the largest possible number of prompt log probabilities in a response.
 
     Args:
-        body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token.
+        body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token, or None.
         contexts: the contexts of the request.
         num_echo_top: number of top tokens per repeated prompt token; None if the echo has no log
             probabilities.
@@ -62,7 +62,7 @@ def with_bounded_output(
     """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
     Used for requests without an output limit. Output that reaches the maximum length has the finish reason
-    ``length``. Returns the context unchanged if its maximum length is within the limit already. Also returns
+    ``length``. Returns the context unchanged if its maximum length is low enough already. Also returns
     it unchanged if the limit leaves no room for a single token; `check_num_logprobs` then raises.
 
     Args:

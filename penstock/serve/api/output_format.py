@@ -141,7 +141,7 @@ def _structured_outputs_grammar(outputs: StructuredOutputs) -> tuple[Grammar, st
 
 
 def _guided_fields(body: GenerationBody) -> dict[str, object]:
-    """Return the ``guided_...`` fields. They are aliases of the members of ``structured_outputs``."""
+    """Return the ``guided_...`` fields. Each is an alias of a member of ``structured_outputs``."""
     return {
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,
@@ -194,9 +194,9 @@ def _validated_grammar(services: Services, grammar: Grammar, field_path: str) ->
 
 
 def _check_size(services: Services, num_characters: int, field_path: str) -> None:
-    """Raise if a grammar has more characters than ``--max-grammar-size``.
+    """Raise if a grammar or a JSON schema has more characters than ``--max-grammar-size``.
 
-    Call it before the grammar is parsed, because parsing a large grammar is slow.
+    Call it before parsing, because parsing a large grammar is slow.
     """
     limit = services.pipeline_config.structured_output.max_size
     if num_characters > limit:

@@ -1,6 +1,6 @@
 """Checks request fields, lists unsupported fields, and converts a request to sampling parameters.
 
-No field is ignored silently:
+The server treats the fields of a request as follows:
 
 - A supported field is declared in the schema of the body.
 - A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.

@@ -118,7 +118,8 @@ def build_context(
         tokenizer: the tokenizer of the model.
         request: a request with a prompt or messages.
         max_prompt_tokens: number of prompt tokens to keep, including the BOS token. None keeps all. -1 keeps
-            the maximum length minus the output limit, or minus 1 without an output limit.
+            the tokenizer's maximum length minus the output limit (minus 1 without an output limit), but at
+            least one token. If the tokenizer has no maximum length, -1 keeps all.
 
     Raises:
         InputError: see `TextTokenizer.build_context`.

@@ -390,7 +390,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """Whether a loaded adapter with the same name is replaced. With False, the request is refused."""
+    """Whether a loaded adapter with the same name is replaced. Otherwise, the request is then refused."""
 
 
 class UnloadAdapterBody(RequestBody):

@@ -134,7 +134,7 @@ class _SpeechResponse:
     async def _encode_audio(self, samples: Samples | None) -> bytes:
         """Return the encoded bytes of samples, or the last bytes of the audio file if ``samples`` is None.
 
-        Compressed formats are encoded in the thread pool.
+        Formats with a container are encoded in the thread pool.
         """
         encoder = self._encoder
 

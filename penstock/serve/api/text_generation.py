@@ -106,7 +106,7 @@ def checked_body(services: Services, body_type: type[Body], raw: object) -> Body
 
 
 def record_logged_fields(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Write the model, the request id, the seed and the fields of `LOGGED_FIELDS` into the request record."""
+    """Write the model, ``stream``, the id, the seed and the fields of `LOGGED_FIELDS` into the record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user

@@ -140,7 +140,7 @@ class _Body(msgspec.Struct):
 
 
 def _num_tokens(body: bytes) -> int:
-    """Return the number of output tokens of a response."""
+    """Return the number of output tokens of a response; 0 if it has no usage."""
     try:
         usage = msgspec.json.decode(body, type=_Body).usage
     except msgspec.DecodeError:

@@ -30,7 +30,7 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class InvalidLine:
-    """A line that is not a valid request."""
+    """A line that is not a valid request of the batch."""
 
     custom_id: str
     code: str

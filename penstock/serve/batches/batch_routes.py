@@ -176,7 +176,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
     "/v1/batches/{batch_id}/cancel", response_class=Response, responses=responses(400, 401, 404, 503)
 )
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch. Its existing results are stored in files."""
+    """Start to cancel a batch. Its existing results are kept. Does nothing if the batch has ended."""
     manager = _manager(request)
     return json_response(
         public_members(await manager.cancel(await _stored_object(request, manager.batches, batch_id)))

@@ -34,7 +34,7 @@ class JsonRequest(Request):
 
         Raises:
             RequestProblem: 413 if the body is too long, 408 if it arrives too slowly, 415 if its content type
-                is not JSON or its charset is neither UTF-8 nor US-ASCII.
+                is missing or not JSON, or its charset is neither UTF-8 nor US-ASCII.
             OverloadedError: 429; the body is large, and too many large bodies are being processed.
             ClientDisconnect: the client closed the connection.
         """

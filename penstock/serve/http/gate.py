@@ -10,10 +10,9 @@ from contextlib import contextmanager
 class Gate:
     """Tracks whether the server accepts requests, and counts the active requests.
 
-    The server accepts requests from the call of `open` to the call of `close`.
-
     Args:
-        is_open: whether the gate is open without a call of `open`. False if the model is still being loaded.
+        is_open: whether the server accepts requests from the start. False if the model is still being loaded;
+            the server then accepts requests after the call of `open`.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:

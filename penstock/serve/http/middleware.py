@@ -197,7 +197,7 @@ async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: S
 
 
 async def _drain_body(receive: Receive) -> None:
-    """Read the body of a refused request, for at most 1 s and until the body exceeds 64 KiB.
+    """Read the body of a refused request until it ends or exceeds 64 KiB, for at most 1 s.
 
     Closing a connection with unread bytes resets the connection, and the client may lose the response.
     """

@@ -139,7 +139,7 @@ class Problem:
 
         Args:
             path: the path of the request.
-            request_id: the request's id. Responses in OpenAI's format do not contain the id.
+            request_id: the request's id. Bodies in OpenAI's format do not contain the id.
         """
         format_error = next((f for prefix, f in _ERROR_FORMATS.items() if path.startswith(prefix)), None)
         if format_error is None:
@@ -207,7 +207,7 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def validation_problem(errors: Sequence[ErrorDetails]) -> Problem:
-    """Return the 400 for the first validation error of a body, with the path of the field."""
+    """Return the 400 for the first validation error of a request, with the path of the field."""
     first_error = errors[0]
     path = field_path(first_error["loc"])
     message = str(first_error["msg"])

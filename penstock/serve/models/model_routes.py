@@ -47,7 +47,10 @@ def model_router(registry: ModelRegistry) -> APIRouter:
     @router.get("/ping", include_in_schema=False)
     @router.post("/ping", include_in_schema=False)
     async def health() -> Status:
-        """Liveness: 200 if a model has been loaded and all loaded models' workers respond, else 503."""
+        """Return 200 if a model has been loaded and each loaded model is alive, else 503 (liveness).
+
+        A model is alive while at least one of its workers responds or sleeps.
+        """
         for model in registry:
             if model.is_loaded and not model.engine.is_alive:
                 raise RequestProblem(503, f"the worker of {model.name} is {model.engine.state}")

@@ -124,7 +124,7 @@ class ModelRegistry:
         return [*self._models, *(name for model in self for name in model.engine.adapters)]
 
     def find(self, name: str | None, task: PipelineTask | None) -> ServedModel:
-        """Return the model that serves the requests for the name of a model or an adapter.
+        """Return the model with a name, or the model whose adapter has this name.
 
         Args:
             name: the name. None means the first model of the task, or the default model if no model has the

@@ -98,7 +98,7 @@ class RequestRecord:
                 observer.admitted(self)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """Record ``count`` new tokens from the worker for a choice. Does nothing if ``count`` is 0."""
+        """Record ``count`` new tokens from the worker for a choice. Does nothing unless ``count`` > 0."""
         if count <= 0:
             return
         now = time.perf_counter()

@@ -159,7 +159,7 @@ class ReasoningToolParser:
     # Methods for call readers.
 
     def has_tool(self, name: str) -> bool:
-        """Return whether the request has this tool."""
+        """Return whether the request allows calls of this tool."""
         return name in self._tools
 
     def schema_types(self, name: str, argument: str) -> frozenset[str] | None:

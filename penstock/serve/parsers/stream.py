@@ -165,7 +165,7 @@ class IncrementalText:
         """Take the text up to and including the next end marker. Return the text without the marker.
 
         Raises:
-            NotAToolCallError: the text is longer than `max_length`, or no marker ends it.
+            NotAToolCallError: the text before the marker is longer than `max_length`, or there is no marker.
         """
         parts: list[str] = []
         length = 0

@@ -86,7 +86,11 @@ def types_of(schema: object, root: Schema) -> frozenset[str] | None:
 
 
 def _object_schema(parameters: Schema | None) -> Schema:
-    """Return the schema of the arguments object. Empty ``properties`` or no parameters mean no arguments."""
+    """Return the schema of the arguments object.
+
+    If ``properties`` or ``parameters`` is empty, the schema allows no arguments, unless it has
+    ``additionalProperties`` or ``patternProperties``.
+    """
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False

@@ -21,7 +21,7 @@ _Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
 
 
 class ValueScanner(ABC):
-    """Scans one value character by character and writes it as JSON.
+    """Scans one value and writes it as JSON.
 
     The caller passes text to `feed` until ``is_complete`` or ``is_invalid`` is True. The run time is linear
     in the length of the text. A subclass defines the syntax of literals (strings, numbers, names) and

@@ -47,7 +47,10 @@ class App {
 
   // Actions of the user.
 
-  /** Adds the text in the input field to the conversation and requests a response (two on the Compare page). */
+  /**
+   * Adds the text and images of the input field to the conversation and requests a response. On the Compare page,
+   * requests two answers to them instead.
+   */
   send() {
     if (this._isBusy) return;
     const text = draft.value;
@@ -163,7 +166,7 @@ class App {
 
   _announceEnd({ error, numbers }) {
     if (error) this._announce(`The response failed: ${error.message}`);
-    else this._announce(`The response is complete, ${numbers?.completion ?? 0} tokens.`);
+    else this._announce(`The response has ended, ${numbers?.completion ?? 0} tokens.`);
   }
 
   /** Updates the view of a message in the next animation frame. */

@@ -61,7 +61,7 @@ class LlamaCppBuilder(OpenAIStream):
     Args:
         body: the request.
         completion: the completion request to which `body` was translated.
-        record: has the times of admission and of the first token.
+        record: has the times of arrival, of admission and of the first token.
     """
 
     def __init__(self, body: LlamaCppBody, completion: CompletionRequest, record: RequestRecord) -> None:
@@ -76,7 +76,7 @@ class LlamaCppBuilder(OpenAIStream):
         yield msgspec.json.encode(self._final_object(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
-        """Return no events. This API has none before the first delta."""
+        """Return nothing, because this API has no event before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:

@@ -41,7 +41,7 @@ class LlamaCppBody(RequestBody):
 
     model: str = ""
     n_predict: Annotated[int, Field(ge=-2, lt=2**31)] | None = None
-    """Maximum number of new tokens. -1 and -2 mean the maximum length of the model."""
+    """Maximum number of new tokens. None, -1 and -2 mean the maximum length of the model."""
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
@@ -56,7 +56,7 @@ class LlamaCppBody(RequestBody):
     ignore_eos: bool | None = None
     json_schema: dict[str, object] | None = None
     grammar: str | None = None
-    """A grammar in EBNF, in the notation of llama.cpp's GBNF."""
+    """A grammar in GBNF, the EBNF notation of llama.cpp."""
     return_tokens: bool | None = None
     """Whether the response has the ids of the generated tokens."""
 

@@ -15,7 +15,7 @@ from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 SIGNATURE = "penstock"
-"""The signature of all thinking blocks, which Anthropic's API requires. The server does not check it."""
+"""The signature of every thinking block. Anthropic's API requires one. The server does not check it."""
 _PING_EVENT = named_event({"type": "ping"})
 
 
@@ -40,7 +40,7 @@ class MessageBuilder:
         self._is_block_open = False
         """Whether the last content block is open, that is, has no ``content_block_stop`` event yet."""
         self._text_parts: list[str] = []
-        """The parts of the last block's text."""
+        """The parts of the open block's text, thinking or tool arguments."""
 
     def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Iterable[bytes]:
         """Yield the JSON of a message that is not streamed."""
@@ -83,8 +83,8 @@ class MessageBuilder:
         """Return the members ``stop_reason`` and ``stop_sequence`` of the message."""
         match self._choice.finish_reason:
             case "length":
-                is_full = self._choice.num_tokens < self._body.max_tokens
-                reason = "model_context_window_exceeded" if is_full else "max_tokens"
+                is_context_full = self._choice.num_tokens < self._body.max_tokens
+                reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
             case "tool_calls":
                 reason = "tool_use"
             case _:

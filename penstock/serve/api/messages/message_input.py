@@ -159,7 +159,7 @@ def _tool_message(block: MessageBlock, field_path: str) -> dict[str, object]:
 
 
 def _message_content(content: str | Sequence[ResultBlock], field_path: str) -> str | list[dict[str, object]]:
-    """Return the content of a chat message. A single text block becomes a string."""
+    """Return the content of a chat message. A list with a single text part becomes a string."""
     if isinstance(content, str):
         return content
     parts = [_content_part(block, f"{field_path}[{index}]") for index, block in enumerate(content)]
@@ -192,7 +192,8 @@ def _content_part(block: ResultBlock, field_path: str) -> dict[str, object]:
             source_type = None if source is None else source.type
             raise RequestProblem(
                 400,
-                f"{field_path}.source has the type {source_type!r}, which type {block.type} does not support",
+                f"{field_path}.source has the type {source_type!r}, which the server does not support in "
+                f"blocks of type {block.type}",
                 param=f"{field_path}.source",
                 code="unsupported_value",
             )

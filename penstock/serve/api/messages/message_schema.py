@@ -113,7 +113,7 @@ class Thinking(RequestBody):
     budget_tokens: Annotated[Count, Field(ge=1)] | None = None
     """Has no effect. ``max_tokens`` limits the thinking and the text together."""
     display: Literal["summarized", "omitted"] | None = None
-    """With ``omitted``, thinking blocks are empty. Otherwise they contain the whole thinking text."""
+    """With ``omitted``, thinking blocks have no text. Otherwise they contain the whole thinking text."""
 
 
 class OutputFormat(RequestBody):

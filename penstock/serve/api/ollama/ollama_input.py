@@ -27,7 +27,7 @@ FIELDS: Mapping[str, str] = {
     },
     "repetition_penalty": "options.repeat_penalty",
 }
-"""Field of a chat request -> field of Ollama's request, for error messages."""
+"""Field of a chat or completion request -> field of Ollama's request, for error messages."""
 
 
 def served_model_name(services: Services, name: str) -> str:
@@ -44,7 +44,7 @@ def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
     """Translate a request to ``/api/chat`` to a chat request.
 
     Raises:
-        RequestProblem: 400; ``options.num_ctx`` is too large, or the model does not support ``think``.
+        RequestProblem: 400; ``options.num_ctx`` is too large, or the model does not support this ``think``.
     """
     messages: list[dict[str, object]] = []
     pending_call_ids: list[str] = []
@@ -145,7 +145,7 @@ def _message(message: OllamaMessage, message_index: int, pending_call_ids: list[
     Args:
         message: the message of the client.
         message_index: the index of the message in the request.
-        pending_call_ids: the ids of tool calls without a result. The function updates this list.
+        pending_call_ids: the ids of tool calls that have no result yet. The function updates this list.
     """
     chat_message: dict[str, object] = {
         "role": message.role,

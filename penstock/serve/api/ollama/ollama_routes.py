@@ -236,7 +236,7 @@ def _details(services: Services) -> dict[str, object]:
 
 
 def _load_response(body: OllamaBody, **members: object) -> Response:
-    """Return the response to a request without a prompt. Clients send such requests to load a model."""
+    """Return the response to a request without input. Clients send such requests to load a model."""
     return json_response(
         {"model": body.model, "created_at": current_time(), **members, "done": True, "done_reason": "load"}
     )

@@ -37,7 +37,7 @@ class ResponseState:
         self.store.close()
 
     def add(self, run: BackgroundRun) -> None:
-        """Add a run. If there are more than `MAX_ENDED_RUNS` finished runs, remove the oldest of these."""
+        """Add a run. Remove the oldest finished runs, so that at most `MAX_ENDED_RUNS` of them remain."""
         self.runs[run.response_id] = run
         finished_ids = [response_id for response_id, other_run in self.runs.items() if other_run.is_done]
         for response_id in finished_ids[: max(0, len(finished_ids) - MAX_ENDED_RUNS)]:
@@ -145,7 +145,10 @@ class BackgroundRun:
                 log_request(self._record)
 
     def _publish(self, events: bytes) -> None:
-        """Append encoded events to the event list. The index of an event is its sequence number."""
+        """Append encoded events to the event list. The index of an event is its sequence number.
+
+        Does nothing for a ping, or if the request has not set ``stream``.
+        """
         if self.keeps_events and events.startswith(b"event:"):
             self._events += [event + b"\n\n" for event in events.split(b"\n\n") if event]
             self._notify_readers()

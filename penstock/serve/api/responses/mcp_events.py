@@ -1,4 +1,4 @@
-"""Events between the turns of a response: tool lists, calls to tool servers, and outcomes of calls."""
+"""Events of tool servers in a response: tool lists, approved calls, and outcomes of calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ McpEvent: TypeAlias = ToolListing | ApprovedCall | ToolOutcome
 
 @dataclass(slots=True)
 class ToolDelta(ChoiceDelta):
-    """A delta without model output. Its events occur before the first turn or between two turns."""
+    """A delta that has events of tool servers and no model output."""
 
     mcp_events: Sequence[McpEvent] = ()
 

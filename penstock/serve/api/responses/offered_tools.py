@@ -96,7 +96,7 @@ class McpTool(RequestBody):
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool that the model may call."""
+    """A tool of a tool server that the model may call."""
 
     label: str
     """The label of the server in the request."""

@@ -75,7 +75,7 @@ class ResponseBuilder:
         return self._events([{"type": event_type, "response": self.result} for event_type in event_types])
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the events of a delta in one part; empty if it causes no event."""
+        """Return the events of a delta as one `bytes` object, or an empty tuple if there are no events."""
         new_events = self._add(delta)
         return (self._events(new_events),) if new_events else ()
 

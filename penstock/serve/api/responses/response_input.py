@@ -128,7 +128,7 @@ class ChatMessages:
         """Add an input item.
 
         Raises:
-            RequestProblem: 400; the item lacks a required field, or its type is not supported.
+            RequestProblem: 400; the item is invalid, or its type is not supported.
         """
         match item.type or "message":
             case "message":
@@ -251,7 +251,7 @@ class ChatMessages:
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
     def _last_assistant_message(self, field_path: str) -> AssembledMessage:
-        """Return the last message if its role is ``assistant``, else a new assistant message."""
+        """Return the last message if its role is ``assistant``. Otherwise add and return a new one."""
         if not self.chat or self.chat[-1]["role"] != "assistant":
             self.add({"role": "assistant", "content": ""}, field_path)
         return self.chat[-1]

@@ -120,8 +120,7 @@ class OutputItems:
     def close(self, *, is_complete: bool = True) -> list[dict[str, object]]:
         """End the item that is in progress, if any. Return the stream events.
 
-        If the item is a call to a tool server, its status becomes ``calling``, because its arguments are
-        complete, but it has no outcome yet.
+        The status of a call to a tool server becomes ``calling``, because the call has no outcome yet.
         """
         if not self._open_type:
             return []

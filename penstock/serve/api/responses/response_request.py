@@ -96,7 +96,8 @@ class PreparedResponse:
             messages: the messages of the earlier turns: the model's output and the outputs of its tool calls.
             request_id: the id of the new context.
             has_tools: whether the model may call tools.
-            max_tokens: ``max_output_tokens`` minus the tokens of the earlier turns.
+            max_tokens: ``max_output_tokens`` minus the output tokens of the earlier turns; None without
+                ``max_output_tokens``.
 
         Raises:
             RequestProblem: 400; the prompt is too long.

@@ -92,8 +92,8 @@ class _TurnOutput:
 class ResponseRun:
     """Runs the turns of one response.
 
-    Another turn follows a turn that calls only tool servers, if none of its calls needs approval and no token
-    limit is reached.
+    Another turn follows a turn that has calls, all to tool servers and none requiring approval. No further
+    turn follows if a token limit is reached or the run is cancelled.
 
     Args:
         services: the objects that routes use.

@@ -147,7 +147,7 @@ class ResponseStore:
         return None if row is None else msgspec.json.decode(row[0])
 
     def _fail_unfinished(self) -> None:
-        """Set the status of responses that a previous server process did not finish to ``failed``."""
+        """Set the status ``failed`` for the responses that a previous server process did not finish."""
         query = "SELECT id, body FROM responses WHERE NOT is_done"
         with self._database as database:
             for response_id, body in database.execute(query).fetchall():

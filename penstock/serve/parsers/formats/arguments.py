@@ -105,7 +105,7 @@ class TaggedArguments:
     def grammar(self, schema: Schema) -> Tag:
         """Return the grammar of the arguments in schema order. Optional arguments can be left out.
 
-        If the schema is unrestricted, any number of arguments with any names is allowed.
+        If the schema does not restrict the arguments, up to 63 arguments with any names are allowed.
 
         Raises:
             UnsupportedSchemaError: a keyword restricts the object as a whole, or cannot be enforced in text

@@ -36,7 +36,7 @@ class ToolFormat(ABC):
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """Texts that begin calls. Grammars force the first marker."""
+        """Texts that begin calls. By default, `grammar` forces the first marker."""
 
     @abstractmethod
     def read(self, parser: ReasoningToolParser, marker: str) -> Reader[None]:
