@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from uuid import uuid4
 
 import msgspec
@@ -95,7 +96,7 @@ def parse_line(line: bytes, line_number: int, max_values: int, max_items: int) -
         problem = "body must be an object"
     elif body.get("stream") or body.get("background"):
         problem = "stream and background are not available in a batch"
-    elif not isinstance(body.get("priority") or 0, int):
+    elif type(body.get("priority", 0)) not in (int, NoneType):  # a bool is an int
         problem = "body.priority must be a whole number"
     if problem is not None:
         return InvalidLine(custom_id, "invalid_request", f"line {line_number}: {problem}")

@@ -13,6 +13,8 @@ from support.in_process_server import THINKING, InProcessServer, run_in_process
 
 from penstock.assembly import load_runtime, load_tokenizer
 from penstock.config import PipelineConfig
+from penstock.serve.api.ollama.ollama_input import _message
+from penstock.serve.api.ollama.ollama_schema import OllamaMessage
 from penstock.testing import FakePipeline
 
 WEATHER: Any = {
@@ -104,6 +106,22 @@ async def test_tool_calls_have_the_ollama_format(server: InProcessServer, stream
     ]
     final_response = await server.post("/api/chat", **{**fields, "stream": False})
     assert final_response.json()["message"]["content"].endswith("tool: 20"), final_response.text
+
+
+def test_tool_results_without_an_id_belong_to_the_calls_without_a_result() -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    pending_call_ids: list[str] = []
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"id": "a", **call}, {"id": "b", **call}, {"id": "c", **call}]},
+        {"role": "tool", "tool_call_id": "b", "content": "1"},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "3"},
+    ]
+    chat_messages = [
+        _message(OllamaMessage.model_validate(message), index, pending_call_ids)
+        for index, message in enumerate(messages)
+    ]
+    assert [message["tool_call_id"] for message in chat_messages[1:]] == ["b", "a", "c"]
 
 
 async def test_thinking_is_a_separate_field(server: InProcessServer) -> None:

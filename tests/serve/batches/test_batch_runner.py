@@ -112,6 +112,10 @@ async def test_batches_need_no_key_and_have_a_lower_priority() -> None:
     (request,) = parse_requests(make_request_line("a", priority=5))
     assert isinstance(request, BatchRequest)
     assert request.body["priority"] == PRIORITY_OFFSET + 5
+    for priority in (True, 1.5, "1", {}):
+        invalid_line = parse_line(make_request_line("a", priority=priority), 1, 1000, 1000)
+        assert isinstance(invalid_line, InvalidLine)
+        assert "body.priority must be a whole number" in invalid_line.message
     async with run_in_process(api_key=("one", "two")) as server:
         app = server.app
         assert (await post(app, "/v1/chat/completions", request.body)).status == 200

@@ -164,8 +164,12 @@ def _message(message: OllamaMessage, message_index: int, pending_call_ids: list[
             calls.append({"id": call_id, "type": "function", "function": function})
         chat_message["tool_calls"] = calls
     if message.role == "tool":
-        expected_id = pending_call_ids.pop(0) if pending_call_ids else f"call_{message_index}"
-        chat_message["tool_call_id"] = message.tool_call_id or expected_id
+        result_id = message.tool_call_id
+        if result_id is None:
+            result_id = pending_call_ids.pop(0) if pending_call_ids else f"call_{message_index}"
+        elif result_id in pending_call_ids:
+            pending_call_ids.remove(result_id)
+        chat_message["tool_call_id"] = result_id
         if message.tool_name:
             chat_message["name"] = message.tool_name
     return chat_message
