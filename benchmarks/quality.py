@@ -97,7 +97,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure encodings, KV cache types and quantized checkpoints of a model on all texts.
 
-    Returns the rows.
+    Prints a table for each kind of text and returns the rows of all tables.
     """
     open_with = partial(open_model, threads=threads, devices=devices)
     exact = open_with(model, "float32")
@@ -174,7 +174,7 @@ def read_texts(llm: LLM, file: Path, num_tokens: int, length: int) -> list[list[
 
 
 def held_out_texts(llm: LLM, num_tokens: int) -> list[list[int]]:
-    """Return documents of the demo corpus that were held out from the training of the demo model."""
+    """Return packed rows of demo corpus documents that were held out from the demo model's training."""
     from demo_corpus.tokens import Encoder, Packer
 
     packer = Packer(Encoder(llm.tokenizer.backend), HELD_OUT_SEED, held_out=True, distinct=True)
@@ -189,7 +189,7 @@ def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
         table = [row for row in rows if row["text"] == kind]
         bf16_perplexity = next(row for row in table if row["encoding"] == "bfloat16")["float32"]["perplexity"]
         print(f"\n{model}, {kind} text, {table[0]['float32']['num_tokens']} tokens")
-        print("encoding         perplexity  of bf16   KL float32    KL bf16   top-1 float32   bf16")
+        print("encoding         perplexity  vs bf16   KL float32    KL bf16   top-1 float32   bf16")
         for row in table:
             versus_fp32, versus_bf16 = Quality(**row["float32"]), Quality(**row["bfloat16"])
             change = 100 * (versus_fp32.perplexity / bf16_perplexity - 1)

@@ -228,6 +228,19 @@ class InsufficientBlocksError(InsufficientMemoryError):
         self.total = total
 
 
+class InsufficientStatesError(InsufficientBlocksError):
+    """All recurrent states of a model with linear attention are used. No state was assigned."""
+
+    def __init__(self, total: int) -> None:
+        InsufficientMemoryError.__init__(
+            self,
+            f"all {total} recurrent states are used: run fewer requests at once, or raise max_batch_size",
+            needed=1,
+            available=0,
+        )
+        self.free, self.total = 0, total
+
+
 class ForkedProcessError(PenstockError, RuntimeError):
     """A model is used or loaded in a process that was forked after a model had been loaded."""
 

@@ -239,7 +239,7 @@ class DecoderModel(NetworkModel[TextContext]):
             return None
         key, states = self._graph_key(model_inputs, graphs), model_inputs.kv and model_inputs.kv.states
         # The step updates the recurrent states. If it cannot be captured, it runs again from the old states.
-        restore = states.saved() if states and graphs.captures_next(key) else None
+        restore = states.snapshot() if states and graphs.captures_next(key) else None
         results = graphs.run(
             key,
             step_tensors(model_inputs),

@@ -39,6 +39,8 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
     weights_size = max(model.free_memory - memory.free(), 0)
     try:
         activation_size = memory.peak(lambda: run_largest_step(model, spec, plan))
+        if spec.states is not None:  # the plan counts the states of the batch separately
+            activation_size -= len(_largest_batch(plan)) * spec.states.num_bytes
     except MemoryError as error:
         raise InsufficientMemoryError(
             f"a step of {plan.max_batch_input_tokens} tokens does not fit into memory with weights of "

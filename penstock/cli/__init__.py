@@ -1,8 +1,8 @@
 """The command ``penstock``.
 
 An error that the user can fix is printed as one line on standard error, with exit status 2. The module of a
-command is imported when the command runs or shows its help, and torch when a model is loaded. ``--help`` is
-therefore fast.
+command is imported when the command runs or shows its help, and torch only when a command needs it.
+``--help`` is therefore fast.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Profiles the steps between `start` and `stop`: Python function calls, and operations of torch.
+    """Profiles the worker between `start` and `stop`: Python function calls of steps, and torch operations.
 
     `stop` writes two files into the folder: ``NAME-TIME.pstats`` with the function calls, for `pstats`, and
     ``NAME-TIME.trace.json`` with the operations, for Perfetto or ``chrome://tracing``. Each step is a range

@@ -49,7 +49,7 @@ class LayerState:
     inputs: Tensor  # [N, W, C]: the last W inputs of the convolution of each state
     recurrent: Tensor  # [N, H, D, F] float32
     slots: Tensor  # [B] int64: index of each sequence's state
-    saves: Tensor  # [B * 4] int64: per sequence two pairs (number of rows, index), see `StateInputs.saves`
+    saves: Tensor  # [B * NUM_SAVES * 2] int64: see `StateInputs.saves`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,17 @@ class StateInputs:
     """The recurrent states of the batch in one step."""
 
     slots: Tensor  # [B] int64
-    saves: Tensor  # [B * 4] int64
-    """Two pairs (n, index) for each sequence: the state after the first n rows of the step is also written to
-    this index. A pair with n = 0 has no effect. Another sequence with the same prefix can then continue from
-    the saved state."""
+    saves: Tensor  # [B * NUM_SAVES * 2] int64
+    """Pairs (n, index), up to `NUM_SAVES` for each sequence: the state after the first n rows of the step
+    is also written to this index. A pair with n = 0 has no effect. Another sequence with the same prefix can
+    then continue from the saved state."""
     layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
 
     def layer(self, index: int) -> LayerState:
         """Return the states of the layer with linear attention number ``index``."""
         return LayerState(*self.layers[index], self.slots, self.saves)
 
-    def saved(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Copy the states of the batch. Return a function that restores them."""
         copies = [(tensor, tensor[self.slots]) for layer in self.layers for tensor in layer]
 
@@ -133,7 +133,8 @@ class KVCacheInputs:
         groups = []
         for group in self.groups:
             groups.append(replace(group, slots=group.slots_at(positions[None], self.block_size)[0]))
-        return replace(self, lengths=self.lengths + 1, groups=tuple(groups))
+        states = self.states and replace(self.states, saves=torch.zeros_like(self.states.saves))
+        return replace(self, lengths=self.lengths + 1, groups=tuple(groups), states=states)
 
 
 @dataclass(frozen=True)

@@ -21,3 +21,17 @@ class CachedSequence:
     digests: list[bytes] = field(default_factory=list)  # digests of the committed blocks
     in_flight: list[bytes] = field(default_factory=list)  # digests of blocks being computed, last block first
     state: SequenceState | None = None  # only for a model with `KVCacheSpec.states`
+
+    def digest(self, num_blocks: int) -> bytes | None:
+        """Return the digest of the last of the first ``num_blocks`` blocks.
+
+        Returns None if it is unknown, or if the blocks must not be shared.
+        """
+        num_known = len(self.digests)
+        if self.root is None or not 0 < num_blocks <= num_known + len(self.in_flight):
+            return None
+        return (
+            self.digests[num_blocks - 1]
+            if num_blocks <= num_known
+            else self.in_flight[num_known - num_blocks]
+        )

@@ -233,7 +233,7 @@ class KVCacheManager(PrefixCacheControls):
         context.unassign_from_cache()
 
     def waits_for(self, context: InputContext) -> bool:
-        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or self._states is not None:
+        if context.is_assigned_to_cache or not self._prefixes.has_in_flight:
             return False
         chain = self._prefixes.chain(context) if self._uses_prefix_cache(context) else None
         return chain is not None and self._prefixes.is_awaited(chain, self._max_cached_blocks(context))
@@ -302,6 +302,9 @@ class KVCacheManager(PrefixCacheControls):
         num_in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
         num_indexed = self._prefixes.num_in_flight
         assert num_in_flight == num_indexed, f"{num_in_flight} blocks in flight, {num_indexed} in the index"
+        if self._states is not None:
+            states = (sequence.state for sequence in self._sequences.values())
+            self._states.check_integrity(state for state in states if state is not None)
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
@@ -371,9 +374,7 @@ class KVCacheManager(PrefixCacheControls):
         if self._states is None:
             return None
         states = [sequence.state for sequence in sequences if sequence.state is not None]
-        return self._states.inputs(
-            states, starts, ends, [sequence.root is not None for sequence in sequences]
-        )
+        return self._states.inputs(states, starts, ends, [sequence.digest for sequence in sequences])
 
     def _is_rolled_back(self, context: InputContext, sequence: CachedSequence) -> bool:
         """Return whether the next step would write committed blocks or need freed blocks or another state."""

@@ -178,7 +178,11 @@ class PrefixIndex:
             else 0
         )
         num_cached = self._num_cached_from(chain, start, max_blocks)
-        return num_cached < max_blocks and chain.digests[num_cached] in self._in_flight
+        if num_cached >= max_blocks or chain.digests[num_cached] not in self._in_flight:
+            return False
+        # With recurrent states, waiting only helps if the other context saves the state after the last block.
+        is_last = max_blocks == chain.num_tokens // self._block_size
+        return self.saved_states is None or (is_last and chain.digests[max_blocks - 1] in self._in_flight)
 
     def mark_in_flight(self, digests: Iterable[bytes]) -> None:
         """Mark the blocks with these digests as in flight, that is, being computed."""

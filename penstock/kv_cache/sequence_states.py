@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from penstock.errors import InsufficientBlocksError
+from penstock.errors import InsufficientStatesError
 from penstock.kernels import StateInputs
 from penstock.kv_cache.spec import StateSpec
 from penstock.kv_cache.states import RecurrentStates, SavedStates
@@ -19,7 +19,7 @@ class SequenceState:
 
     slot: int
     length: int = 0  # number of tokens that the state includes
-    branch: int = 0  # number of leading blocks that were cached at the claim, but without a saved state
+    branch: int = 0  # number of leading blocks that were cached at the claim
     pending: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (number of blocks, index) of the states that steps save and that are not committed yet."""
 
@@ -52,10 +52,10 @@ class SequenceStates:
         """Check that there is a state for another sequence beside ``num_sequences``.
 
         Raises:
-            InsufficientBlocksError: all states are used.
+            InsufficientStatesError: all states are used.
         """
         if not self.has_free(num_sequences):
-            raise InsufficientBlocksError(1, 0, self._num_states)
+            raise InsufficientStatesError(self._num_states)
 
     def restore(self, state: SequenceState, digests: Sequence[bytes]) -> None:
         """Continue from the state that was saved after the blocks with these digests; none for no blocks."""
@@ -73,7 +73,7 @@ class SequenceStates:
         states: Sequence[SequenceState],
         starts: Sequence[int],
         ends: Sequence[int],
-        are_shared: Sequence[bool],
+        digests: Sequence[Callable[[int], bytes | None]],
     ) -> StateInputs:
         """Return the states of a batch for its next step.
 
@@ -81,12 +81,15 @@ class SequenceStates:
             states: the states of the sequences.
             starts: position of each sequence's first token in this step.
             ends: position after each sequence's last token in this step.
-            are_shared: whether other sequences may continue from the states of each sequence.
+            digests: for each sequence a function that returns the digest of the last of its first n blocks.
+                None if the digest is unknown, or if the blocks must not be shared.
         """
         saves = []
-        for state, start, end, is_shared in zip(states, starts, ends, are_shared, strict=True):
+        for state, start, end, digest in zip(states, starts, ends, digests, strict=True):
+            # A pair after the start belongs to a failed step. Overlapped steps end at the start or before it.
+            self._release(state, [pair for pair in state.pending if pair[0] * self._block_size > start])
             state.length = end  # if the step fails, this differs from the position of the context
-            saves.append(self._plan_saves(state, start, end) if is_shared else [])
+            saves.append(self._plan_saves(state, start, end, digest))
         return self._tensors.inputs([state.slot for state in states], saves)
 
     def commit(self, state: SequenceState, length: int, digests: Sequence[bytes]) -> None:
@@ -108,10 +111,13 @@ class SequenceStates:
                 self.saved.free(index)
 
     def release(self, state: SequenceState) -> None:
-        """Free the indices of states that a step should have saved, and that were not committed."""
-        for _, index in state.pending:
-            self.saved.free(index)
-        state.pending = []
+        """Free the indices of states that steps should have saved, and that were not committed."""
+        self._release(state, list(state.pending))
+
+    def check_integrity(self, states: Iterable[SequenceState]) -> None:
+        """Raise an AssertionError unless each saved, free and pending index occurs once."""
+        pending = [index for state in states for _, index in state.pending]
+        self.saved.check_integrity(pending)
 
     def discard(self) -> None:
         """Return the memory of all states to the system.
@@ -121,19 +127,28 @@ class SequenceStates:
         """
         self._tensors.discard()
 
-    def _plan_saves(self, state: SequenceState, start: int, end: int) -> list[tuple[int, int]]:
+    def _release(self, state: SequenceState, pairs: Sequence[tuple[int, int]]) -> None:
+        for pair in pairs:
+            self.saved.free(pair[1])
+            state.pending.remove(pair)
+
+    def _plan_saves(
+        self, state: SequenceState, start: int, end: int, digest: Callable[[int], bytes | None]
+    ) -> list[tuple[int, int]]:
         """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
 
         They are the states at the last block boundary of the step, and at the end of the blocks that were
-        cached when the context was claimed. A step of one row saves no state, because the later steps of the
-        same call would overwrite it.
+        cached when the context was claimed, unless they are saved already. A step of one row saves no state:
+        it is a decode step, and a copy of the state would take longer than it saves.
         """
         if end - start < 2:
             return []
         pairs = []
         for num_blocks in sorted({end // self._block_size, state.branch}):
             position = num_blocks * self._block_size
-            if start < position <= end and (index := self.saved.reserve()) is not None:
+            if not start < position <= end or (key := digest(num_blocks)) is None or key in self.saved:
+                continue
+            if (index := self.saved.reserve()) is not None:
                 state.pending.append((num_blocks, index))
                 pairs.append((position - start, index))
         return pairs

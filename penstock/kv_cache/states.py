@@ -7,7 +7,7 @@ saved.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -88,7 +88,8 @@ class SavedStates:
         indices: the indices of the states in `RecurrentStates`.
     """
 
-    def __init__(self, indices: Iterable[int]) -> None:
+    def __init__(self, indices: range) -> None:
+        self._indices = indices
         self._free = list(indices)
         self._saved: OrderedDict[bytes, int] = OrderedDict()
 
@@ -118,6 +119,11 @@ class SavedStates:
     def free(self, index: int) -> None:
         """Make a reserved index free again, without a saved state."""
         self._free.append(index)
+
+    def check_integrity(self, pending: Sequence[int]) -> None:
+        """Raise an AssertionError unless each index is free, saved or in ``pending``, and only once."""
+        indices = sorted([*self._free, *self._saved.values(), *pending])
+        assert indices == list(self._indices), f"free, saved and pending: {indices}, not {self._indices}"
 
     def clear(self) -> None:
         """Forget all saved states."""

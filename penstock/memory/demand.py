@@ -88,7 +88,9 @@ class BlockDemand:
         num_states = 2 if pipeline_config.kv_cache.enable_prefix_caching else 1
         self._state_size = 0 if spec.states is None else num_states * spec.states.num_bytes
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
-        self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
+        self._decode_tokens = max(
+            pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts
+        )
         self._chunk_size = (
             max(requested_step_tokens(pipeline_config), spec.max_bidirectional_tokens)
             if pipeline_config.enable_chunked_prefill
@@ -130,7 +132,7 @@ class BlockDemand:
 
     def _sequence_blocks(self, group: KVGroup, length: int) -> int:
         """Return the maximum number of blocks that a sequence of ``length`` tokens holds at once."""
-        chunk_size = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
+        chunk_size = None if self._chunk_size is None else self._chunk_size + self._decode_tokens - 1
         return group.max_blocks(length, self._block_size, chunk_size)
 
     def _batch_blocks(self, group: KVGroup, length: int, batch_size: int) -> int:
@@ -139,11 +141,13 @@ class BlockDemand:
         With chunked prefill, all sequences of a step together compute at most one chunk, so that most of them
         need only the blocks of decode steps.
         """
-        full_chunks = batch_size * self._sequence_blocks(group, length)
+        full_chunk_blocks = batch_size * self._sequence_blocks(group, length)
         if self._chunk_size is None:
-            return full_chunks
-        decode_blocks = group.max_blocks(length, self._block_size, self._num_steps)
-        return min(full_chunks, batch_size * (decode_blocks + 1) + -(-self._chunk_size // self._block_size))
+            return full_chunk_blocks
+        decode_blocks = group.max_blocks(length, self._block_size, self._decode_tokens)
+        return min(
+            full_chunk_blocks, batch_size * (decode_blocks + 1) + -(-self._chunk_size // self._block_size)
+        )
 
 
 def largest_fitting(upper: int, fits: Callable[[int], bool]) -> int:

@@ -141,4 +141,4 @@ def plain_linear(
     """Read a small linear layer of a head, without quantizing it."""
     weight = load.source.tensor(f"{name}.weight", (out_features, in_features))
     bias_tensor = load.source.tensor(f"{name}.bias", (out_features,)) if bias else None
-    return load.pack(weight, {name: out_features}, bias=bias_tensor, plain=True)
+    return load.pack(weight, {name: out_features}, bias=bias_tensor, is_unquantized=True)

@@ -104,7 +104,7 @@ def load_router(
         weight = weight.to(load.dtype)
     biases = load.tensor(f"{name}.bias", num_experts) if bias else None
     return load.pack(
-        weight.to(load.device), {name: num_experts}, bias=biases, plain=True, is_float32=is_float32
+        weight.to(load.device), {name: num_experts}, bias=biases, is_unquantized=True, is_float32=is_float32
     )
 
 

@@ -48,7 +48,7 @@ class LinearAttentionSizes:
                 "linear_num_key_heads", f"{sizes.key_heads} key heads do not divide {sizes.heads} value heads"
             )
         if sizes.kernel < 2:
-            raise ConfigError("linear_conv_kernel_dim", "must be at least 2, was 1")
+            raise ConfigError("linear_conv_kernel_dim", f"must be at least 2, was {sizes.kernel}")
         return sizes
 
     @property
@@ -152,7 +152,7 @@ class LinearAttention:
 def _pack_gates(load: Loader, weights: Sequence[Tensor], parts: dict[str, int]) -> Linear:
     """Return the projection of the gates. It is never quantized, because it controls the states."""
     weight = torch.cat([part.to(load.dtype) for part in weights]).to(load.device)
-    return load.pack(weight, parts, plain=True)
+    return load.pack(weight, parts, is_unquantized=True)
 
 
 def _load_by_key_head(
@@ -163,6 +163,10 @@ def _load_by_key_head(
     The layers have no names, so that adapters for them are refused: the rows of an adapter are ordered by key
     head, those of the packed layers are not.
     """
+    if load.source.stored_encoding(f"{name}.in_proj_qkvz.weight") is not None:
+        raise UnsupportedFeatureError(
+            "a quantized in_proj_qkvz", "its rows must be reordered: use a checkpoint with floats"
+        )
     key_heads, group = sizes.key_heads, sizes.heads // sizes.key_heads
     widths = [sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim]
     stored = load.source.tensor(f"{name}.in_proj_qkvz.weight", (key_heads * sum(widths), hidden))

@@ -257,7 +257,7 @@ class Loader:
         output_sizes: Mapping[str, int],
         *,
         bias: Tensor | None = None,
-        plain: bool = False,
+        is_unquantized: bool = False,
         is_float32: bool = False,
         is_expert: bool = False,
         rank_parts: Mapping[str, LayerPart] | None = None,
@@ -268,7 +268,7 @@ class Loader:
             weight: floats of any type.
             output_sizes: names and output sizes of the fused layers, in order. Adapters use these names.
             bias: ``[out]``.
-            plain: whether to store the weight in the type of the activations, without quantizing it.
+            is_unquantized: whether to store the weight in the type of the activations, without quantizing it.
             is_float32: whether to store the weight in float32, for activations in float32.
             is_expert: whether the layer belongs to an expert.
             rank_parts: the parts of divided layers on this rank, by the names in ``output_sizes``.
@@ -281,7 +281,7 @@ class Loader:
             in_features = max(part.in_features for part in layer_parts.values())
         if is_float32:
             encoding = DType.float32.value
-        elif plain or self._keep_stored:
+        elif is_unquantized or self._keep_stored:
             encoding = self._model_encoding.compute_dtype.value
         elif self._is_uniform:
             encoding = self.encoding

@@ -122,7 +122,7 @@ def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bia
     """
     weight = load.source.tensor(f"{name}.weight", shape).flatten(1)
     biases = load.source.tensor(f"{name}.bias", shape[:1]) if bias else None
-    return load.pack(weight, {name: shape[0]}, bias=biases, plain=True)
+    return load.pack(weight, {name: shape[0]}, bias=biases, is_unquantized=True)
 
 
 def flatten_patches(pixels: Tensor, patch_size: int) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 from penstock.architectures.model import ModelInputs, ModelOutputs, PipelineModel
 from penstock.host.heartbeat import beat
 from penstock.kernels import DeviceQueue, HostCopy, SubmittedWork, upload
+from penstock.pipelines.context_rules import appends_forced_tokens
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.pipelines.logit_rows import LogitRows, last_rows
 from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
@@ -219,10 +220,15 @@ class OverlappedSteps:
         """Return whether a step must be collected before the next step is launched.
 
         True with log probabilities, because they are computed when the step is collected. If the next step
-        were launched before `collect`, the device would run the next step first.
+        were launched before `collect`, the device would run the next step first. Also true if a grammar may
+        force tokens after the step, because recurrent states cannot go back to these tokens.
         """
         contexts = step.contexts
-        return any(contexts[index].log_probabilities for index in step.kept_rows)
+        has_states = self._model.kv_cache_spec is not None and self._model.kv_cache_spec.states is not None
+        return any(
+            contexts[index].log_probabilities or (has_states and appends_forced_tokens(contexts[index]))
+            for index in step.kept_rows
+        )
 
     def advance(self, step: OverlappedStep, running: Container[str]) -> set[str]:
         """Move the contexts of a sampled step past its tokens, whose values are not known yet.

@@ -2,9 +2,10 @@
 
 One call does the following steps:
 
-1. claim the contexts and reserve cache blocks, unless the scheduler has done it;
+1. give each context a slot and its cached prefix (`claim`), and reserve cache blocks, unless the scheduler
+   has done both;
 2. draft tokens if the pipeline speculates or a grammar forces tokens;
-3. launch ``num_steps`` forwards with sampling (`penstock.pipelines.runner`);
+3. launch up to ``num_steps`` forwards with sampling (`penstock.pipelines.runner`);
 4. collect the tokens, pass them to the contexts and commit full blocks to the prefix cache.
 
 Steps 1 to 3 are ``launch``, step 4 is ``collect``. Only ``collect`` adds tokens to contexts.
@@ -169,8 +170,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
         Raises:
             InputError: a context cannot be served; no context has changed.
-            InsufficientBlocksError: the KV cache is full. No context has changed, but contexts keep the
-                blocks that they have already received.
+            InsufficientBlocksError: the KV cache has too few free blocks or recurrent states. No context has
+                received a token, but contexts keep the slots and blocks that they have already received.
             ForkedProcessError: the model was loaded before this process was forked.
         """
         return self.collect(self.launch(batch, num_steps))
@@ -235,9 +236,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def num_steps_for(self, seconds: float) -> int:
         """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
-        Returns ``max_num_steps`` of the configuration if it is set. Otherwise returns 1 with a draft
-        proposer, if the back end compiles no steps, or if the last step did not run as a compiled step. In
-        all other cases, returns the estimated number of decode steps that fit into ``seconds``.
+        Returns ``max_num_steps`` of the configuration if it is set. Otherwise returns 1 if the pipeline has a
+        draft proposer, if steps are not compiled, or if the last step did not run as a compiled step. In all
+        other cases, returns the estimated number of decode steps that fit into ``seconds``.
         """
         if self.config.max_num_steps is not None:
             return self.config.max_num_steps
@@ -250,8 +251,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def overlapped_steps(self) -> OverlappedSteps | None:
         """Launches a step while the previous step runs; None if steps cannot overlap.
 
-        Steps cannot overlap if the back end is synchronous, with a draft proposer, with ranks, or if
-        ``overlap_steps`` of the configuration is not set. The scheduler then calls `execute`.
+        Steps cannot overlap if the back end is synchronous, if the pipeline has a draft proposer, if several
+        ranks divide the model, or if ``overlap_steps`` of the configuration is False. The scheduler then
+        calls `execute`.
         """
         queue = self.session.queue
         can_overlap = self.proposer is None and self.session.ranks is None and self.config.overlap_steps
@@ -298,7 +300,10 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> list[dict[str, TextResponse]]:
-        """Return the tokens of `execute` as one dict per step, without contexts that have already ended."""
+        """Return the tokens of `execute` as one dict per position.
+
+        Dict i has token i of each context that has more than i new tokens.
+        """
         responses = self.execute(batch, num_steps)
         max_tokens = max((len(response.tokens) for response in responses.values()), default=0)
         return [

@@ -28,7 +28,7 @@ class ReplicaReport(msgspec.Struct):
     info: WorkerInfo
     stats: WorkerStats
     num_restarts: int = 0
-    """The number of times that the worker process of the replica ended unexpectedly or a restart failed."""
+    """The number of times that a worker process of the replica ended unexpectedly or its restart failed."""
     cache: CacheChanges | None = None
     """The events of the prefix cache after the position that the caller of `EngineReplica.report` gave."""
 

@@ -196,11 +196,12 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         """Run a failed step again without overlap, with its sampled contexts that are still running."""
         for entry in launched.completed_prompts:
             entry.is_decoding = False
-        remaining_contexts = ReservedBatch(
-            (request_id, context)
+        # A plain dict: the pipeline reserves again, because recurrent states may be ahead of the contexts.
+        remaining_contexts = {
+            request_id: context
             for request_id, context in launched.batch.items()
             if request_id in launched.sampled_ids and self._is_still_running(request_id, launched)
-        )
+        }
         outputs = self._run(remaining_contexts, 1) if remaining_contexts else {}
         self._retire(outputs)
         return outputs

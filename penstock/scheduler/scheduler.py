@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from penstock.errors import InsufficientBlocksError
-from penstock.kv_cache.reservation import ReservedBatch, reserve_steps
+from penstock.kv_cache.reservation import reserve_steps
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.batch import Batch, Entry, computes_last_token, set_rows, splittable_rows
@@ -155,7 +155,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             self._step_limit.record(decode_rows + prompt_rows / PROMPT_TOKENS_PER_ROW, seconds)
         return outputs
 
-    def _run(self, contexts: ReservedBatch[ContextT], num_steps: int) -> dict[str, OutputT]:
+    def _run(self, contexts: dict[str, ContextT], num_steps: int) -> dict[str, OutputT]:
         """Run a batch, end the contexts that fail, and return the outputs of all other contexts."""
         entries = [self._running[request_id] for request_id in contexts]
         complete_prompts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,79 @@ def test_a_failed_step_is_computed_again_from_the_first_token(
     assert len(logits) == len(PROMPT) + 1, "all tokens are computed again"
     expected = transformers_logits(reference, [*PROMPT, 5])
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_calls", [1, 4])
+def test_a_failed_overlapped_step_runs_again_from_the_first_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_calls: int
+) -> None:
+    """The states of the failed step include its tokens, so that the sequences start again."""
+    register_lazy(monkeypatch)
+    prompts = [PROMPT[i:] for i in range(6)]  # more than run several steps in one call
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    with open_llm(checkpoint, kernels="cpu", deterministic=True) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with open_llm(checkpoint, kernels="lazy", deterministic=True) as llm:
+        steps = llm.pipeline.overlapped_steps
+        assert steps is not None
+        sample, calls = type(steps).sample, []
+
+        def fail_once(self: Any, step: Any) -> Any:
+            request_ids, host_tokens = sample(self, step), step.host_tokens
+
+            def wait() -> Any:
+                host_tokens.wait()
+                raise RuntimeError("failed when the step was collected")
+
+            calls.append(1)
+            if len(calls) == num_calls:
+                step.host_tokens = SimpleNamespace(wait=wait)
+            return request_ids
+
+        monkeypatch.setattr(type(steps), "sample", fail_once)
+        actual = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        llm.pipeline.kv.check_integrity()
+    assert len(calls) > num_calls
+    assert actual == expected
+
+
+def test_states_of_a_failed_step_are_not_saved(
+    checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later step of the same context would otherwise commit states that were never computed."""
+    pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16, max_batch_size=1)
+    context = make_context(PROMPT)
+
+    def fail(self: Ops, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("failed before the states")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pipeline.session.ops), "short_convolution", fail)
+        with pytest.raises(RuntimeError, match="before the states"):
+            step_logits(pipeline, [context])
+        pipeline.kv.check_integrity()
+    step_logits(pipeline, [context])
+    append_token(pipeline, context, 5)
+    pipeline.kv.check_integrity()
+    pipeline.release(context)
+    again = make_context(PROMPT, 4)
+    tokens = generate_tokens(pipeline, [again])[0]
+    assert again.num_cached_tokens == 32
+    expected = transformers_logits(reference, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1].argmax(-1)
+    assert tokens == expected.tolist()
+
+
+def test_a_context_waits_for_the_states_of_an_equal_prompt(checkpoint: Path) -> None:
+    pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, max_batch_size=3)
+    first, second, other = make_context(PROMPT, 2), make_context(PROMPT, 2), make_context([1, *PROMPT], 2)
+    pipeline.kv.claim(first)
+    assert pipeline.kv.waits_for(second)
+    assert not pipeline.kv.waits_for(other)
+    longer = make_context([*PROMPT[:32], *PROMPT], 2)
+    assert not pipeline.kv.waits_for(longer), "the state at the end of the common prefix is not saved"
+    generate_tokens(pipeline, [first])
+    generate_tokens(pipeline, [second])
+    assert second.num_cached_tokens == 32
 
 
 def test_contexts_wait_for_a_free_state(checkpoint: Path) -> None:

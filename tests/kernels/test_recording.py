@@ -62,7 +62,7 @@ def test_a_replay_on_other_inputs_equals_the_step(pipeline: TextGenerationPipeli
     plan = record_step(pipeline, decode_inputs(pipeline, [20, 33]))
     other_inputs = decode_inputs(pipeline, [28, 47])
     states = other_inputs.kv.states
-    restore_states = (lambda: None) if states is None else states.saved()
+    restore_states = (lambda: None) if states is None else states.snapshot()
     expected = run_step(pipeline, other_inputs, ReferenceOps())
     restore_states()
     (logits,) = plan.replay(ReferenceOps(), input_tensors(other_inputs))

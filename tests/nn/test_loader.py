@@ -199,7 +199,7 @@ def test_quantized_rows_are_kept_unchanged(back_end: str, encoding: str) -> None
 
 def test_a_router_is_not_quantized() -> None:
     loader = load(QuantizedTensors({}), "int4", ReferenceOps())
-    assert loader.pack(random_tensor(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
+    assert loader.pack(random_tensor(64, 64), {"gate": 64}, is_unquantized=True).packed.encoding == "bfloat16"
     assert loader.pack(random_tensor(64, 64), {"up": 64}).packed.encoding == "int5"
     assert list(loader.linears) == ["gate", "up"]
 

@@ -59,8 +59,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gguf":
         return write_gguf_model(folder, make_tiny_config("llama"))
-    plain_path = write_checkpoint(folder / "floats", make_tiny_config("llama") | SIZES)
-    return write_packed_checkpoint(plain_path, folder / "packed", *CASES[request.param])
+    float_folder = write_checkpoint(folder / "floats", make_tiny_config("llama") | SIZES)
+    return write_packed_checkpoint(float_folder, folder / "packed", *CASES[request.param])
 
 
 def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
@@ -74,7 +74,7 @@ def write_gguf_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder / "m.gguf"
 
 
-def find_float_checkpoint(checkpoint: Path) -> Path:
+def find_dequantized_checkpoint(checkpoint: Path) -> Path:
     return (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "plain"
 
 
@@ -86,15 +86,18 @@ def compute_logits(checkpoint: Path, adapter: str | None = None, **config: Any) 
 def test_adapter_logits_are_close_to_peft_and_differ_from_the_base_model(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    adapter = write_adapter(find_float_checkpoint(checkpoint), tmp_path)
-    expected = peft_logits(find_float_checkpoint(checkpoint), adapter, TOKENS)
+    adapter = write_adapter(find_dequantized_checkpoint(checkpoint), tmp_path)
+    expected = peft_logits(find_dequantized_checkpoint(checkpoint), adapter, TOKENS)
     actual = compute_logits(checkpoint, "tone", lora=(f"tone={adapter}",))
     assert float((actual - expected).norm() / expected.norm()) < 0.08
     assert float((actual - compute_logits(checkpoint)).norm() / expected.norm()) > 0.1
 
 
 def test_no_quantized_layer_is_dequantized(checkpoint: Path) -> None:
-    """v_proj is loaded as a separate layer if its block type differs from those of q_proj and k_proj."""
+    """In the GGUF file, the block type of v_proj differs from that of q_proj and k_proj.
+
+    Layers of different types are not fused, because fusing would dequantize them.
+    """
     model: Any = open_pipeline(checkpoint, quantization_encoding=None).model
     encodings = {
         layer.encoding for layer in modules_and_weights(model.network) if isinstance(layer, PackedLinear)
@@ -104,8 +107,8 @@ def test_no_quantized_layer_is_dequantized(checkpoint: Path) -> None:
     assert "bfloat16" not in encodings - {model.pipeline_config.model.encoding}
 
 
-def test_logits_are_close_to_transformers_with_the_float_weights(checkpoint: Path) -> None:
-    expected = transformers_logits(load_in_transformers(find_float_checkpoint(checkpoint)), TOKENS)
+def test_logits_are_close_to_transformers_with_the_dequantized_weights(checkpoint: Path) -> None:
+    expected = transformers_logits(load_in_transformers(find_dequantized_checkpoint(checkpoint)), TOKENS)
     actual = compute_logits(checkpoint)
     assert float((actual - expected).norm() / expected.norm()) < 0.08
 

@@ -45,4 +45,4 @@ class Qwen3Embedder(EmbedderModel):
         if "lm_head.weight" in load.source:
             table = load.source.tensor("lm_head.weight", tuple(table.shape))
         no, yes = (table[token].float() for token in token_ids)
-        return ClassificationHead(load.pack((yes - no)[None], {"score": 1}, plain=True))
+        return ClassificationHead(load.pack((yes - no)[None], {"score": 1}, is_unquantized=True))

@@ -16,7 +16,7 @@ class SemanticConfig:
     """The sizes of the semantic encoder, a W2v-BERT model."""
 
     num_features: int
-    """Number of mel features of a row."""
+    """Number of features in an input row: the mel bins of two successive frames."""
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -36,7 +36,7 @@ class SemanticConfig:
     def read(cls, values: HuggingFaceConfig) -> SemanticConfig:
         """Read the ``semantic_model_config`` of a ``config.json``.
 
-        Missing values have the defaults of W2v-BERT.
+        Missing values have the defaults of W2v-BERT, except ``num_hidden_layers``: NeuCodec has 16 layers.
 
         Raises:
             CheckpointError: a value has the wrong type.
@@ -83,7 +83,10 @@ class NeuCodecConfig:
     head_dim: int
     quantization_dim: int
     levels: tuple[int, ...]
-    """Number of levels of each digit of a code, the lowest digit first."""
+    """Finite scalar quantization (FSQ): a code is a mixed-radix number.
+
+    These are the numbers of levels of its digits, the lowest digit first.
+    """
     rms_norm_eps: float
     encoder_hidden_size: int
     """Number of channels of the first convolution of the acoustic encoder."""

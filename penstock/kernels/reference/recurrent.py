@@ -84,7 +84,13 @@ def _sequences(
     for slot, length, first, end, pairs in zip(
         state.slots.tolist(), lengths.tolist(), offsets[:-1], offsets[1:], saves, strict=True
     ):
-        yield slot, first, end, length == end - first, [(count, target) for count, target in pairs if count]
+        yield (
+            slot,
+            first,
+            end,
+            length == end - first,
+            [(count, target) for count, target in pairs if 0 < count <= end - first],
+        )
 
 
 def _normalized(x: Tensor) -> Tensor:  # [T, K, D] float32

@@ -130,7 +130,8 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
 
     Raises:
         RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is longer than `max_bytes`,
-            408 if it does not arrive within `timeout` seconds, 400 if it is malformed or has no file.
+            408 if it does not arrive within `timeout` seconds, 400 if
+            `Form.write` or `Form.finish` refuses it.
         ClientDisconnect: the client disconnected before the end of the body.
     """
     media_type, options = parse_options_header(request.headers.get("content-type"))
@@ -167,7 +168,7 @@ async def _read(request: Request, form: Form, max_bytes: int) -> None:
             return
 
 
-def _checked_length(value: bytes, max_bytes: int, part_name: str) -> bytes:
+def _checked_length(value: bytes, max_bytes: int, kind: str) -> bytes:
     if len(value) > max_bytes:
-        raise RequestProblem(400, f"a {part_name} of the form is longer than {max_bytes} bytes")
+        raise RequestProblem(400, f"a {kind} of the form is longer than {max_bytes} bytes")
     return value

@@ -1,4 +1,4 @@
-"""``support.gpu_mode`` with a fake GPU: the device of pipelines, and the selection of tests by ``-m gpu``."""
+"""``support.gpu_mode`` with and without a fake GPU: the device of pipelines, and the markers of tests."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class FakeTestItem:
 
 
 @pytest.mark.parametrize("expression", ["gpu", "gpu and not slow", "", "not gpu"])
-def test_the_marker_gpu_selects_tests(has_gpu: bool, expression: str) -> None:
-    """Tests of models get the marker ``gpu`` only with ``-m gpu``.
+def test_model_tests_get_the_marker_gpu_only_if_it_is_selected(has_gpu: bool, expression: str) -> None:
+    """Tests with the marker ``models`` get the marker ``gpu`` only if ``-m`` selects GPU tests.
 
     Without a GPU, marked tests are skipped.
     """

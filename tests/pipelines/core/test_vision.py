@@ -83,7 +83,7 @@ def test_unsorted_overlapping_and_out_of_range_images_are_refused(
         make_context(*[make_image(*span) for span in images], tokens=[IMAGE] * 20)
 
 
-def test_images_with_invalid_indices_or_other_tokens_are_refused() -> None:
+def test_images_with_invalid_indices_or_missing_placeholder_tokens_are_refused() -> None:
     with pytest.raises(InputError, match=r"filled with <vision_token_id> \(\[9\]\): .* at 2 and 5 are 22"):
         make_context(make_image(2, 6), tokens=list(range(20, 40)))
     with pytest.raises(InputError, match="at token 1 has 4 rows of embeddings, but 3 placeholder tokens"):

@@ -11,7 +11,7 @@ struct Rotary {  // q [n, H, D], k [n, K, D] with strides; cos, sin [n, half]; o
 
 // Rotates the pairs (i, i + half) of the heads of a row.
 template <class T>
-INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
+INLINE void rotate_halves(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
                        int64_t D, int64_t half) {
   for (int64_t h = 0; h < heads; h++, x += stride, out += D) {
     for_vectors(half, EACH_VECTOR {
@@ -40,23 +40,23 @@ INLINE void rotate_pairs(const T* x, const float* cos, const float* sin, T* out,
 
 template <class T> static void rotary(const Rotary& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* pairs = a.interleaved ? (float*)penstock_scratch(PRIVATE, 4 * a.half * sizeof(float)) : nullptr;
+    float* cosines = a.interleaved ? (float*)penstock_scratch(PRIVATE, 4 * a.half * sizeof(float)) : nullptr;
     for (int64_t t = begin; t < end; t++) {
       const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
       const T *q = (const T*)a.q + t * a.q_row, *k = (const T*)a.k + t * a.k_row;
       T *q_out = (T*)a.q_out + t * a.H * a.D, *k_out = (T*)a.k_out + t * a.K * a.D;
       if (!a.interleaved) {
-        rotate_row(q, cos, sin, q_out, a.H, a.q_head, a.D, a.half);
-        rotate_row(k, cos, sin, k_out, a.K, a.k_head, a.D, a.half);
+        rotate_halves(q, cos, sin, q_out, a.H, a.q_head, a.D, a.half);
+        rotate_halves(k, cos, sin, k_out, a.K, a.k_head, a.D, a.half);
         continue;
       }
-      float* sines = pairs + 2 * a.half;
+      float* sines = cosines + 2 * a.half;
       for (int64_t i = 0; i < a.half; i++) {
-        pairs[2 * i] = pairs[2 * i + 1] = cos[i];
+        cosines[2 * i] = cosines[2 * i + 1] = cos[i];
         sines[2 * i] = -sin[i], sines[2 * i + 1] = sin[i];
       }
-      rotate_pairs(q, pairs, sines, q_out, a.H, a.q_head, a.D, a.half);
-      rotate_pairs(k, pairs, sines, k_out, a.K, a.k_head, a.D, a.half);
+      rotate_pairs(q, cosines, sines, q_out, a.H, a.q_head, a.D, a.half);
+      rotate_pairs(k, cosines, sines, k_out, a.K, a.k_head, a.D, a.half);
     }
   });
 }

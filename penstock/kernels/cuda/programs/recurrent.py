@@ -75,7 +75,11 @@ def keep_inputs(
             x, inputs, slot, first, num_rows - KEPT + taps, is_new, stride, width, channels, is_element, KEPT
         )
         targets = inputs + (tl.load(pair + 1) * KEPT + taps) * width + channels
-        tl.store(targets, saved.to(inputs.dtype.element_ty), mask=is_element & (taps * 0 + num_rows > 0))
+        tl.store(
+            targets,
+            saved.to(inputs.dtype.element_ty),
+            mask=is_element & (taps * 0 + num_rows > 0) & (taps * 0 + num_rows <= count),
+        )
     values = _load_input(
         x, inputs, slot, first, count - KEPT + taps, is_new, stride, width, channels, is_element, KEPT
     )

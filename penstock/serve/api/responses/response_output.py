@@ -20,11 +20,11 @@ _ARGUMENT_EVENTS = {
 
 
 class OutputItems:
-    """Builds the output items of one response from the events of the output parser.
+    """Builds the output items of one response from the events of the output parser and of tool servers (MCP).
 
     Args:
         custom_tools: the names of the custom tools of the request.
-        offered_tools: the tools of tool servers.
+        offered_tools: the tools of tool servers that the request offers to the model.
         encodes_reasoning: whether reasoning items have ``encrypted_content``.
     """
 
