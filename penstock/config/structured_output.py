@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 
 from penstock.config.settings import (
@@ -14,6 +14,9 @@ from penstock.config.settings import (
     one_of,
     setting,
 )
+from penstock.errors import ConfigError
+
+_LLGUIDANCE_LIMITS = ("max_symbols", "mask_items", "mask_fuel", "max_states")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class StructuredOutputConfig:
     """Structured output: output that follows a schema, a regular expression or another grammar.
 
     Raises:
-        ConfigError: a field has an invalid value.
+        ConfigError: a field has an invalid value, or a limit of llguidance is set for xgrammar.
     """
 
     enable: bool = setting(
@@ -88,3 +91,10 @@ class StructuredOutputConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.backend != "llguidance":
+            for field in fields(self):
+                if field.name in _LLGUIDANCE_LIMITS and getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        field.metadata["flat_name"],
+                        f"grammar_backend {self.backend} has no such limit: omit it, or use llguidance",
+                    )

@@ -142,7 +142,7 @@ class GrammarCompiler:
             stop_token_ids = self._tokenizer.eos_token_ids
         if not stop_token_ids:
             reason = (
-                "the output ends at the end of its grammar: remove ignore_eos, or set stop_token_ids"
+                "no token ends the output with ignore_eos: remove ignore_eos, or set stop_token_ids"
                 if context.ignore_eos
                 else "the tokenizer has no end-of-sequence token: set stop_token_ids"
             )

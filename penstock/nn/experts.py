@@ -31,7 +31,7 @@ class Experts:
     top_k: int
     """The number of experts for each row."""
     routing: Routing
-    gating: Gating
+    activation: Gating
     correction_bias: Tensor | None = None
     """``[N]`` float32, added to the scores for the selection; see `ScoreRouting`."""
     is_router_float32: bool = False
@@ -40,7 +40,7 @@ class Experts:
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
         logits = self.router(step.ops.widen(x) if self.is_router_float32 else x, step)
         topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.correction_bias)
-        y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
+        y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.activation, lora=step.lora)
         return y if self.packed.ranks is None else step.ops.all_reduce(y, self.packed.ranks)
 
 

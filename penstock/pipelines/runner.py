@@ -33,10 +33,10 @@ from penstock.pipelines.speculative import accept
 _NO_ALLOWED_TOKEN = -2
 """The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
-"""Maximum number of decode steps per call if none is configured. More steps save little time."""
+"""Maximum result of `ModelRunner.num_steps_for` on a synchronous back end. More steps save little time."""
 _MAX_QUEUED_STEPS = 32
-"""The same maximum on a device with a queue. It is higher, because the device is idle while the host prepares
-the next call.
+"""The same maximum on an asynchronous back end (see `InferenceSession.queue`). It is higher, because the
+device is idle while the host prepares the next call.
 """
 
 
@@ -99,13 +99,13 @@ class ModelRunner:
         self._sampler: Sampler | None = None
         self._step_seconds: float | None = None
         self.vocab_size: int | None = None
-        """Number of logits V; None before the first sampling outside fused calls."""
+        """Number of logits V; None until a step has run as a separate forward."""
 
     def num_steps_for(self, seconds: float) -> int:
-        """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.
+        """Estimate how many decode steps fit into ``seconds``, from the last recorded duration of a step.
 
-        The result is at least 1 and at most `_MAX_FUSED_STEPS`, or `_MAX_QUEUED_STEPS` on a device with a
-        queue. It is 1 before the first decode step.
+        The result is at least 1 and at most `_MAX_FUSED_STEPS`, or `_MAX_QUEUED_STEPS` on an
+        asynchronous back end. It is 1 before the first decode step.
         """
         if self._step_seconds is None:
             return 1
@@ -115,7 +115,7 @@ class ModelRunner:
     def forward(
         self, contexts: Sequence[TextContext], num_logits: Sequence[int] | None = None
     ) -> Tensor:  # [R, V]
-        """Run one forward over the active tokens of contexts and return logits.
+        """Run one forward over the tokens that each context computes next, and return logits.
 
         Args:
             contexts: the batch, with reserved cache blocks.
@@ -147,7 +147,8 @@ class ModelRunner:
 
         Args:
             contexts: the batch, with cache blocks reserved for all steps.
-            num_steps: number of forwards; 1 with drafts or log probabilities.
+            num_steps: number of forwards; 1 with drafts or log probabilities, or if a context has penalties,
+                banned sequences, a grammar or an unfinished prompt.
             drafts: drafted tokens of each context.
             after: an earlier launch of the same contexts, which this launch continues. It must have neither
                 drafts nor log probabilities, and need not be collected yet. The blocks of both launches must
@@ -307,13 +308,15 @@ class ModelRunner:
 
         Args:
             sampler: the sampler of the contexts.
-            contexts: the contexts, with all tokens before the tokens to sample.
+            contexts: the contexts. With penalties, banned sequences or a grammar, they must have all
+                tokens before the tokens to sample.
             drafts: drafted tokens of each context.
             rows: the rows of logits.
             vocab_size: number of logits V.
 
         Raises:
-            InputError: a token rule contains an id outside the vocabulary.
+            InputError: an id in ``logit_bias``, ``allowed_token_ids``, ``banned_token_ids`` or
+                ``banned_sequences`` is outside the vocabulary.
         """
         edits = LogitEdits.for_batch(
             contexts, rows.context_indices, rows.positions, drafts, vocab_size, self._device
@@ -339,8 +342,9 @@ class ModelRunner:
     ) -> None:
         """Append the log probabilities of a step's tokens to the results.
 
-        If a step computes a chunk of a prompt, the scored token is the next token of the prompt. Each
-        accepted draft is scored as a separate sequence of one row.
+        If a step computes a chunk of a prompt, the scored token is the next token of the prompt. With
+        drafts, each token after the first is scored as a separate sequence that has one row: the row of the
+        draft before the token.
         """
         contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
         target_tokens, top_n, echo, context_indices = [], [], [], []

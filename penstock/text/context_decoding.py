@@ -11,7 +11,7 @@ from penstock.text.detokenizer import TokenDecoder, delta_text
 _MAX_PRECEDING_TOKENS = 64
 """Maximum number of preceding tokens in a delta.
 
-The text of a token depends only on a few visible tokens before it.
+The text of a token depends only on a few tokens before it, not counting the tokens that decoding skips.
 """
 _STATE_ATTRIBUTE = "_decode_state"  # the attribute of a context that stores its `_DecodeState`
 
@@ -45,33 +45,35 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class _DecodeState:
-    """The position after the last call, in the generated tokens of a context and in its separate text.
+    """The position after the last call of `next_delta`.
 
+    It is a position in the generated tokens of a context, and one in its separate text.
     The separate text consists of tokens that the caller has passed, but that the context has not generated.
     """
 
     generated_position: int = 0
     """Number of generated tokens before the next call's tokens."""
     had_all_generated: bool = False
-    """Whether the last call with generated tokens passed all of them, at least two."""
+    """Whether the last ``ids`` found in the generated tokens were all of these tokens, and more than one."""
     separate_ids: list[int] = field(default_factory=list)
     separate_position: int = 0
     """Number of ``separate_ids`` before the next call's tokens."""
     was_passed_at_once: bool = False
-    """Whether one call passed all of ``separate_ids``, at least two."""
+    """Whether one call passed all of ``separate_ids``, and they are more than one."""
 
 
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
     """Return ``ids`` with the tokens before them, and store the position on the context.
 
     Calls must follow the order of the tokens; threads can decode the deltas later. This function searches
-    ``ids`` in the generated tokens of the context: after the tokens of the last call, then at the end, then
-    at the beginning. If the last call passed all generated tokens, at least two, it searches at the beginning
-    before the end. If ``ids`` are not found, they belong to the separate text (see `_DecodeState`).
+    ``ids`` in the generated tokens of the context: after the tokens that it found there last, then at the
+    end, then at the beginning. If it found all generated tokens last, and they were more than one, it
+    searches at the beginning before the end. If ``ids`` are not found, they belong to the separate text
+    (see `_DecodeState`).
 
-    The separate text restarts if ``ids`` begin with ``bos``, the begin-of-sequence token. After its last
-    token it also restarts if ``ids`` repeat all of it, or if one call has passed all of it and ``ids`` repeat
-    its beginning. A repeated text has at least two tokens.
+    If ``ids`` begin with ``bos``, the begin-of-sequence token, a new separate text begins. At the end of the
+    separate text, ``ids`` start again at its first token in two cases: they repeat the whole text, or they
+    repeat its beginning and one call has passed the whole text. A text of one token is never repeated.
     """
     state: _DecodeState = vars(context).setdefault(_STATE_ATTRIBUTE, _DecodeState())
     start = _position_in_generated(context, state, ids)

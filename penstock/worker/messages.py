@@ -261,7 +261,8 @@ class TextResult(msgspec.Struct, array_like=True, tag=0):
     log_probabilities: list[PackedLogProbabilities | None] | None = None
     """One entry per token; None if no token has log probabilities."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Log probabilities of an echoed prompt if the result has no token; otherwise the first token has them.
+    """Log probabilities of an echoed prompt if the result has no token; otherwise the first entry of
+    ``log_probabilities`` includes them.
     """
 
 

@@ -31,7 +31,9 @@ class RequestDelta:
     log_probabilities: list[PackedLogProbabilities | None] = field(default_factory=list)
     """One entry per token; empty if log probabilities were not requested."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Log probabilities of an echoed prompt if the delta has no token; otherwise the first token has them."""
+    """Log probabilities of an echoed prompt if the delta has no token; otherwise the first entry of
+    ``log_probabilities`` includes them.
+    """
     embeddings: EmbeddingsResponse | None = None
     """The response of an embeddings request."""
     audio: list[npt.NDArray[np.floating]] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Generation:
         self._status = TextGenerationStatus.ACTIVE
         self._error: PenstockError | None = None
         self._is_read = False  # whether the delta with the final status was returned
-        self._is_read_at_end = False
+        self._delivers_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
         self.on_start: Callable[[], None] | None = None
         """Function that is called when the first result arrives, at most once."""
@@ -103,7 +105,7 @@ class Generation:
             PenstockError: the error that ended the request; `UnavailableError` if the worker ended.
             StopAsyncIteration: a previous call has returned the final status.
         """
-        while not self.is_done and (self._is_read_at_end or not self._results):
+        while not self.is_done and (self._delivers_at_end or not self._results):
             await self._wait_for_change()
         if self._results or (self._status.is_done and not self._is_read):
             return self._take()
@@ -139,7 +141,7 @@ class Generation:
 
         A reader of the whole response then wakes up only once.
         """
-        self._is_read_at_end = True
+        self._delivers_at_end = True
 
     def cancel(self) -> None:
         """Cancel the request. Does nothing if the request has ended."""
@@ -166,7 +168,7 @@ class Generation:
             on_start()
         if self.is_done:
             self._report_end()
-        if self.is_done or not self._is_read_at_end:
+        if self.is_done or not self._delivers_at_end:
             self._wake()
 
     def fail(self, error: PenstockError) -> None:

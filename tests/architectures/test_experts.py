@@ -189,9 +189,11 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
 GPT_OSS_MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "gate and up swapped": lambda n: mutate_experts(n, packed=swap_gates_and_ups),
     "router bias dropped": lambda n: mutate_experts(n, router=drop_bias),
-    "other clamping limit": lambda n: mutate_experts(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
+    "other clamping limit": lambda n: mutate_experts(
+        n, activation=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)
+    ),
     "other alpha of the gate": lambda n: mutate_experts(
-        n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)
+        n, activation=lambda gate: ClampedSwiGLU(1.6, gate.limit)
     ),
     "down bias dropped": lambda n: mutate_experts(
         n, packed=lambda p: replace(p, down=tuple(replace(linear, bias=None) for linear in p.down))

@@ -117,7 +117,7 @@ def class_definitions(sources: Iterable[str]) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
-def test_args_sections_match_the_parameters_and_fields() -> None:
+def test_entries_of_args_sections_name_parameters_or_fields_and_are_on_their_own_lines() -> None:
     sources = {path.relative_to(ROOT): path.read_text() for path in FILES}
     assert sum(source.count("  Args:\n") for source in sources.values()) > 500
     classes = class_definitions(sources.values())

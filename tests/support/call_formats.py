@@ -80,7 +80,10 @@ def render_apertus(calls: Sequence[Call]) -> str:
 
 
 def render_tags(call: Call, template: str) -> str:
-    """Render each argument in a tag. Strings are written without quotes."""
+    """Fill ``template`` for each argument; its placeholders are KEY, VALUE and IS_STRING.
+
+    Strings are written without quotes.
+    """
     return "".join(
         template.replace("KEY", key)
         .replace("IS_STRING", dump_json(isinstance(value, str)))
@@ -117,12 +120,16 @@ def dsml_renderer(outer_tag: str) -> Callable[[Sequence[Call]], str]:
         # Bars of the markup become wide bars. Bars in values are not changed.
         parameter = parameter.replace("|", "\uff5c")
         invokes = [
-            widen_bars(f'<|DSML|invoke name="{call.name}">\n')
+            deepseek_markup(f'<|DSML|invoke name="{call.name}">\n')
             + render_tags(call, parameter)
-            + widen_bars("</|DSML|invoke>\n")
+            + deepseek_markup("</|DSML|invoke>\n")
             for call in calls
         ]
-        return widen_bars(f"<|DSML|{outer_tag}>\n") + "".join(invokes) + widen_bars(f"</|DSML|{outer_tag}>")
+        return (
+            deepseek_markup(f"<|DSML|{outer_tag}>\n")
+            + "".join(invokes)
+            + deepseek_markup(f"</|DSML|{outer_tag}>")
+        )
 
     return render
 
@@ -133,20 +140,22 @@ def render_minimax_m2(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
 
 
-def widen_bars(markup: str) -> str:
+def deepseek_markup(markup: str) -> str:
     return markup.replace("|", "\uff5c").replace("~", "\u2581")
 
 
 def render_deepseek(calls: Sequence[Call], head: str, foot: str, separator: str) -> str:
     rendered_calls = [
-        widen_bars("<|tool~call~begin|>")
-        + widen_bars(head).replace("NAME", call.name)
+        deepseek_markup("<|tool~call~begin|>")
+        + deepseek_markup(head).replace("NAME", call.name)
         + dump_json(call.arguments)
-        + widen_bars(f"{foot}<|tool~call~end|>")
+        + deepseek_markup(f"{foot}<|tool~call~end|>")
         for call in calls
     ]
     return (
-        widen_bars("<|tool~calls~begin|>") + separator.join(rendered_calls) + widen_bars("<|tool~calls~end|>")
+        deepseek_markup("<|tool~calls~begin|>")
+        + separator.join(rendered_calls)
+        + deepseek_markup("<|tool~calls~end|>")
     )
 
 
@@ -205,8 +214,8 @@ VALUE_ENDS = {
     "seed_oss": "</parameter>",
     "glm": "</arg_value>",
     "minimax_m2": "</parameter>",
-    "deepseek_v32": widen_bars("</|DSML|parameter>"),
-    "deepseek_v4": widen_bars("</|DSML|parameter>"),
+    "deepseek_v32": deepseek_markup("</|DSML|parameter>"),
+    "deepseek_v4": deepseek_markup("</|DSML|parameter>"),
 }
 """The marker after a value, in formats that cannot escape it within a value."""
 

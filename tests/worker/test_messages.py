@@ -65,6 +65,7 @@ ERRORS = [
     errors.UnsupportedTaskError("/models/x", "bert", "text-generation", ["embeddings-generation"]),
     errors.InsufficientMemoryError("too little memory", needed=10, available=5),
     errors.InsufficientBlocksError(3, 1, 8),
+    errors.InsufficientStatesError(4),
     errors.ForkedProcessError(12, 34),
     errors.MissingDependencyError("pyzmq", "serve", "penstock serve"),
 ]

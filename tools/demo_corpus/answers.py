@@ -11,10 +11,10 @@ from typing import Any
 from .asking import vary_command, vary_question, vary_typing
 from .texts import parse_exchange, read_sections, read_table, request, split_alternatives
 from .words import (
-    ANIMALS,
     CAPITALS,
     CITIES,
     COLORS,
+    CREATURES,
     DAYS,
     FRUITS,
     JOBS,
@@ -256,7 +256,7 @@ def unknown(rng: random.Random) -> Pair:
 def statement(rng: random.Random) -> Pair:
     """Return a statement of the user instead of a question, and a polite answer."""
     noun, name = pick(rng, NOUNS + FRUITS), pick(rng, [*PET_NAMES, some_name(rng)])
-    pet = pick(rng, ANIMALS)
+    pet = pick(rng, CREATURES)
     fields = {
         "noun": noun,
         "a_noun": with_article(noun),

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 
 from .texts import read_sections, split_alternatives
-from .words import ANIMALS, BOYS, GIRLS, NOUNS, PET_NAMES, PLACES, pick, strange_word, with_article
+from .words import BOYS, CREATURES, GIRLS, NOUNS, PET_NAMES, PLACES, pick, strange_word, with_article
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def make_character(rng: random.Random, taken: str = "") -> Character:
         names, kinds = (GIRLS, FEMININE_KINDS) if feminine else (BOYS, MASCULINE_KINDS)
         kind = pick(rng, kinds)
     else:
-        names, kind, feminine = PET_NAMES, pick(rng, ANIMALS), rng.random() < 0.5
+        names, kind, feminine = PET_NAMES, pick(rng, CREATURES), rng.random() < 0.5
     name = pick(rng, [name for name in names if name != taken])
     if rng.random() < 0.06:
         name = strange_word(rng).capitalize()

@@ -14,7 +14,7 @@ BOYS = split_list("Tom, Ben, Sam, Leo, Max, Finn, Jack, Noah, Omar, Theo, Paul, 
 PEOPLE = GIRLS + BOYS
 PET_NAMES = split_list("Pip, Rusty, Momo, Biscuit, Coco, Nibbles, Sunny, Button, Misty, Tiko")
 
-ANIMALS = split_list(
+CREATURES = split_list(
     """
     fox, rabbit, bear, mouse, duck, cat, dog, owl, frog, turtle, squirrel, hedgehog, pony, penguin,
     elephant, dragon, robot, lion, cow, wolf, monkey, pig, ghost, whale, bird, wizard
@@ -100,7 +100,7 @@ def join_list(items: Sequence[str]) -> str:
 
 
 def plural(noun: str) -> str:
-    """Return the plural of a regular noun."""
+    """Return the plural of a regular noun or of "mouse"."""
     if noun in {"mouse"}:
         return "mice"
     if noun.endswith(("x", "s", "ch", "sh", "to")):

@@ -103,7 +103,7 @@ def group_routing(config: HuggingFaceConfig, num_experts: int) -> ScoreRouting:
     if num_experts % groups:
         raise ConfigError("n_group", f"{groups} groups do not divide {num_experts} experts")
     if top_groups > groups:
-        raise ConfigError("topk_group", f"must be at most n_group, {groups}, was {top_groups}")
+        raise ConfigError("topk_group", f"must be at most n_group ({groups}), was {top_groups}")
     return ScoreRouting(
         "sigmoid",
         is_normed=config.flag("norm_topk_prob", True),

@@ -49,10 +49,7 @@ class ChoiceDelta:
     finish_reason: str | None = None
     """Set only in the last delta."""
     num_tokens: int = 0
-    """Number of tokens to add to the usage, including the token that ended the output, if any.
-
-    Used only for streams. It is 0 in the joined deltas of a whole output.
-    """
+    """Number of tokens to add to the usage, including the token that ended the output, if any."""
 
     @property
     def content(self) -> str:

@@ -273,6 +273,7 @@ def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         [token for delta in deltas for token in delta.token_ids],
         [score for delta in deltas for score in delta.scores],
         deltas[-1].finish_reason if deltas else None,
+        sum(delta.num_tokens for delta in deltas),
     )
 
 

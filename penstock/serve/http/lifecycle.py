@@ -1,8 +1,9 @@
 """The lifecycle of a server: start, serve, drain, stop.
 
-The worker process starts first. It imports torch and loads the model while this process imports the HTTP
-framework and reads the tokenizer. The socket listens from the beginning. When the routes exist, the server
-answers 503 with Retry-After until the model is loaded. Slow imports are inside the functions that need them.
+The worker process starts when the files of the model are found. It imports torch and loads the model while
+this process imports the HTTP framework and reads the tokenizer. The socket listens from the beginning. When
+the routes exist, the server answers 503 with Retry-After until the model is loaded and warmed up. Slow
+imports are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Server:
     async def _serve(
         self, services: Services, load_task: asyncio.Task[None], listener: socket.socket
     ) -> None:
-        """Open the gate when the model is loaded, and return at the first signal."""
+        """Accept requests when the model is loaded and warmed up, and return at the first signal."""
         stop_task = asyncio.create_task(self._stop_event.wait())
         try:
             with self._startup.phase("wait for the worker"):
@@ -138,7 +139,7 @@ class Server:
             if self._stop_event.is_set():
                 return
             load_task.result()
-            await self._open(services, listener)
+            await self._warm_up_and_open(services, listener)
             background_tasks = [
                 asyncio.create_task(self._watch()),
                 asyncio.create_task(self._finish_warm_up(services)),
@@ -149,7 +150,7 @@ class Server:
         finally:
             stop_task.cancel()
 
-    async def _open(self, services: Services, listener: socket.socket) -> None:
+    async def _warm_up_and_open(self, services: Services, listener: socket.socket) -> None:
         from penstock.serve.warmup import warm_up_model
 
         info = self._worker.info

@@ -63,10 +63,10 @@ class ModelsServer(Server):
             outer_app = cast("FastAPI", make_outer_app(self._registry))
             return first_services, HttpServer(outer_app, self._config)
 
-    async def _open(self, services: Services, listener: socket.socket) -> None:
+    async def _warm_up_and_open(self, services: Services, listener: socket.socket) -> None:
         # The worker of the default model is already running.
         async with self._registry.keep_loaded(self._registry.default):
-            await super()._open(services, listener)
+            await super()._warm_up_and_open(services, listener)
 
     async def _prepare(self, model: ServedModel) -> None:
         from penstock.serve.warmup import warm_up_model
@@ -74,7 +74,7 @@ class ModelsServer(Server):
         assert model.services is not None
         tokenizer = model.services.tokenizer
         tokenizer.max_length = model.engine.info.max_length
-        # At the start, `Server._open` warms up the default model.
+        # At the start, `Server._warm_up_and_open` warms up the default model.
         if model is not self._registry.default or model.was_loaded:
             await warm_up_model(model.engine, tokenizer, model.task)
 

@@ -10,8 +10,8 @@ from support.call_formats import (
     TOOLS,
     Call,
     collect_calls,
+    deepseek_markup,
     parse,
-    widen_bars,
 )
 
 from penstock.serve.parsers import Content, Event, ParserFactory, ToolCallStart
@@ -183,10 +183,10 @@ IRREGULAR_MARKUP = {
         '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>',
         '<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"text": "x"}<|tool_call_end|>',
     ],
-    "deepseek_v31": [widen_bars('<|tool~call~begin|>search<|tool~sep|>{"text": "x"}<|tool~call~end|>')],
+    "deepseek_v31": [deepseek_markup('<|tool~call~begin|>search<|tool~sep|>{"text": "x"}<|tool~call~end|>')],
     "deepseek_v3": [
-        widen_bars('<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>search\n{"text": "x"}')
-        + widen_bars("<|tool~call~end|><|tool~calls~end|>"),
+        deepseek_markup('<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>search\n{"text": "x"}')
+        + deepseek_markup("<|tool~call~end|><|tool~calls~end|>"),
     ],
     "harmony": [
         '<|channel|>commentary to=search <|constrain|>json<|message|>{"text": "x"}',

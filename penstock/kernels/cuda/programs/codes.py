@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     """The number of inputs, and the row lengths of the tensors in `Tensors` that have rows."""
 
     in_features: Any
-    num_groups: Any
+    num_scales: Any
     num_factors: Any
     num_minima: Any
     num_min_factors: Any
@@ -80,13 +80,13 @@ def load_scales(
     outputs,
     groups,
     mask,
-    num_groups,
+    num_scales,
     num_factors,
     SCALES: tl.constexpr,
     SCALES_PER_FACTOR: tl.constexpr,
 ):
     """Return the float32 scales of ``groups`` of ``outputs``, multiplied by their factors if they exist."""
-    stored = tl.load(scales + outputs * num_groups + groups, mask=mask, other=0)
+    stored = tl.load(scales + outputs * num_scales + groups, mask=mask, other=0)
     if SCALES == "e8m0":
         bits = stored.to(tl.int32) << 23
         values = tl.where(stored == 0, 5.877471754111438e-39, bits.to(tl.float32, bitcast=True))
@@ -118,18 +118,18 @@ def _decode_weights(
 
     The inputs of a subgroup of SUBGROUP inputs share a scale. ``first_inputs [BYTES // SUBGROUP]`` has the
     first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. The weights of
-    inputs from ``in_features`` on are finite.
+    inputs from ``in_features`` on are finite, so that their products with the zeros in `_add_product` are 0.
     """
     numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
     numbers = tl.reshape(numbers, [BYTES // SUBGROUP, SUBGROUP, N])
     groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[:, None]
     mask = is_output & (first_inputs < sizes.in_features)[:, None]
     scale = load_scales(
-        tensors.scales, tensors.factors, outputs, groups, mask, sizes.num_groups, sizes.num_factors,
+        tensors.scales, tensors.factors, outputs, groups, mask, sizes.num_scales, sizes.num_factors,
         FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "zeros":
-        zero = tl.load(tensors.minima + outputs * sizes.num_groups + groups, mask=mask, other=0)
+        zero = tl.load(tensors.minima + outputs * sizes.num_scales + groups, mask=mask, other=0)
         zero = zero.to(tl.float32)
         return tl.reshape((numbers - zero[:, None, :]) * scale[:, None, :], [BYTES, N])
     weights = numbers * scale[:, None, :]
@@ -182,7 +182,7 @@ def multiply_codes(
     in_features,
     x_row_stride,
     weight_bytes,
-    num_groups,
+    num_scales,
     num_factors,
     num_minima,
     num_min_factors,
@@ -203,8 +203,10 @@ def multiply_codes(
     MINIMA_PER_FACTOR: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
 ):
-    """Compute one tile of a product of rows. Grid and groups are the same as in `products.multiply_floats`.
+    """Compute one tile of a product of rows. The grid is the same as in `products.multiply_floats`.
 
+    GROUPS includes POINTERS and GATHERS of that program: each group of rows has separate tensors, at the
+    addresses in ``weights`` and the other tables, and position p reads the row ``rows[p]`` of ``x``.
     Weights are rounded to the type of ``x``, or are float32 with TO_FLOAT32. With SPLITS above 1, a third
     dimension of the grid divides the inputs into splits. ``out [SPLITS, T, out]`` then has the float32 sum of
     each split, without row scales and bias. `add_splits` adds these sums.
@@ -230,7 +232,7 @@ def multiply_codes(
         NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
     )
     tensors = Tensors(table, scales, factors, minima, min_factors)
-    sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
+    sizes = Sizes(in_features, num_scales, num_factors, num_minima, num_min_factors)
     subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
     begin_byte = tl.program_id(2) * 0
     end_byte = begin_byte + weight_bytes
@@ -327,7 +329,7 @@ def decode_weight(
     out_features,
     in_features,
     weight_bytes,
-    num_groups,
+    num_scales,
     num_factors,
     num_minima,
     num_min_factors,
@@ -362,7 +364,7 @@ def decode_weight(
         NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
     )
     tensors = Tensors(table, scales, factors, minima, min_factors)
-    sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
+    sizes = Sizes(in_features, num_scales, num_factors, num_minima, num_min_factors)
     for half in tl.static_range(HALVES):
         first = begin * HALVES + half * 32
         inputs = first + tl.arange(0, 32)

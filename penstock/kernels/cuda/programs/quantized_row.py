@@ -36,14 +36,14 @@ def _sum_inputs(
     mask = is_output[:, None] & (first_inputs < sizes.in_features)[None, :]
     groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[None, :]
     scale = load_scales(
-        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_groups, sizes.num_factors,
+        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_scales, sizes.num_factors,
         FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "":
         return tl.sum(sums * scale, 1)
     totals = tl.sum(tl.reshape(values, [BYTES // SUBGROUP, SUBGROUP]), 1)[None, :]
     if FORMAT.MINIMA == "zeros":
-        zero = tl.load(tensors.minima + rows * sizes.num_groups + groups, mask=mask, other=0).to(tl.float32)
+        zero = tl.load(tensors.minima + rows * sizes.num_scales + groups, mask=mask, other=0).to(tl.float32)
         return tl.sum((sums - totals * zero) * scale, 1)
     else:
         groups = (first_inputs // 32)[None, :]
@@ -69,7 +69,7 @@ def multiply_quantized_row(
     out_features,
     in_features,
     weight_bytes,
-    num_groups,
+    num_scales,
     num_factors,
     num_minima,
     num_min_factors,
@@ -97,7 +97,7 @@ def multiply_quantized_row(
         NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
     )
     tensors = Tensors(table, scales, factors, minima, min_factors)
-    sizes = Sizes(in_features, num_groups, num_factors, num_minima, num_min_factors)
+    sizes = Sizes(in_features, num_scales, num_factors, num_minima, num_min_factors)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     columns = tl.arange(0, BYTES)
