@@ -61,6 +61,9 @@ def grouped_by_expert(
         max_pairs: maximum number of pairs per group.
         skip_other_ids: whether to skip ids outside 0 to ``num_experts - 1``: experts of other ranks.
 
+    Raises:
+        IndexError: an id is invalid.
+
     Yields:
         The numbers of the pairs ``[P]`` of a group, and the number of pairs in the group by expert id. Expert
         ids ascend within and across groups. The pairs of an expert ascend, and may continue in the next
@@ -72,6 +75,8 @@ def grouped_by_expert(
         sorted_ids = flat[order]
         order = order[(sorted_ids >= 0) & (sorted_ids < num_experts)]
         flat = flat[(flat >= 0) & (flat < num_experts)]
+    elif len(invalid := flat[(flat < 0) | (flat >= num_experts)]):
+        raise IndexError(f"expert {int(invalid[0])} of {num_experts}")
     pair_counts: dict[int, int] = {}
     start = stop = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):

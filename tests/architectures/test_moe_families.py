@@ -273,7 +273,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "clip_qkv": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: was 8.0"),
     "too many experts": ("qwen2_moe", {"num_experts_per_tok": 8}, "8 experts per token exceed the 7 experts"),
     "indivisible expert groups": ("glm4_moe", {"n_group": 5}, "n_group: 5 groups do not divide 12"),
-    "topk_group above n_group": ("glm4_moe", {"topk_group": 5}, "topk_group: must be at most n_group (4)"),
+    "topk_group above n_group": (
+        "glm4_moe",
+        {"topk_group": 5},
+        r"topk_group: must be at most n_group \(4\), was 5",
+    ),
     "sliding layer types without use_sliding_window": (
         "qwen2_moe",
         {"layer_types": ["sliding_attention"] * 3},

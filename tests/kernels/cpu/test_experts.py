@@ -167,9 +167,14 @@ def test_strided_topk_weights_and_topk_ids_are_read(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("invalid_id", [-1, 6, 1 << 40])
 @pytest.mark.parametrize("rows", [2, 60])
-@pytest.mark.parametrize("encoding", ["float32", "int8"])
-def test_an_invalid_expert_id_is_refused(ops: CpuOps, invalid_id: int, rows: int, encoding: str) -> None:
-    experts, x = pack_experts(ops, 6, 64, 64, encoding), random_activations(rows, 64, "float32")
+@pytest.mark.parametrize(
+    ("encoding", "dtype"), [("float32", "float32"), ("int8", "bfloat16"), ("int8", "float32")]
+)
+def test_an_invalid_expert_id_is_refused(
+    ops: CpuOps, invalid_id: int, rows: int, encoding: str, dtype: str
+) -> None:
+    """The reference operations multiply int8 weights with float32 activations."""
+    experts, x = pack_experts(ops, 6, 64, 64, encoding), random_activations(rows, 64, dtype)
     topk_weights, topk_ids = random_routes(rows, 6, 3)
     topk_ids[1, 2] = invalid_id
     with pytest.raises(IndexError, match=f"expert {invalid_id} of 6"):
