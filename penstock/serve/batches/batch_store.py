@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Generic, TypedDict, TypeVar
-from uuid import uuid4
 
 import msgspec
 
@@ -97,8 +97,8 @@ class ObjectStore(Generic[ObjectT]):
             raise ConfigError("state_dir", f"{folder} cannot be used: {error.strerror}") from error
 
     def new_id(self) -> str:
-        """Return a new random id."""
-        return f"{self._id_prefix}{uuid4().hex}"
+        """Return a new id. Ids ascend in the order of their creation, to list the objects of one second."""
+        return f"{self._id_prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
     def content_path(self, object_id: str) -> Path:
         """Return the path of a file's content."""
@@ -133,7 +133,7 @@ class ObjectStore(Generic[ObjectT]):
         """
         object_ids = (path.stem for path in self._folder.glob(f"{self._id_prefix}*.json"))
         objects = [value for object_id in object_ids if (value := self.get(object_id, owner)) is not None]
-        return sorted(objects, key=lambda value: (-value["created_at"], value["id"]))
+        return sorted(objects, key=lambda value: (value["created_at"], value["id"]), reverse=True)
 
     def _path(self, object_id: str) -> Path:
         return self._folder / f"{object_id}.json"
