@@ -106,7 +106,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def saturate(options: argparse.Namespace) -> None:
-    """Print the decisions per second and the CPU load of one router process per number of workers above 1."""
+    """Print the decisions per second and the CPU load of a router, for each number of workers above 1."""
     costs = ClusterCosts.read(options.costs)
     step = costs.step.scaled(options.speed)
     shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)

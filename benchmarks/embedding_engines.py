@@ -288,9 +288,9 @@ def run_workload(embed: Embed, texts: Mapping[str, Sequence[str]], name: str) ->
 
     Args:
         embed: the engine.
-        texts: the texts of each workload.
-        name: ``mixed`` and ``short`` return texts per second, ``single`` milliseconds per text, ``memory``
-            the private memory of this process in MiB, ``vectors`` the embeddings.
+        texts: the texts of each workload. The workload ``single`` runs texts of the workload ``short``.
+        name: ``mixed`` and ``short`` return texts per second, ``single`` the median milliseconds per text,
+            ``memory`` the private memory of this process in MiB, ``vectors`` the embeddings.
     """
     if name == "vectors":
         return embed(texts[name]).tolist()

@@ -56,7 +56,7 @@ class Row:
     baseline: str = ""
     """The encoding that the speed is compared with."""
     speeds: dict[str, list[float]] = field(default_factory=dict)
-    """Workload -> tokens/s of each pair of runs."""
+    """Workload -> tokens/s of the encoding, for each pair of runs."""
     ratios: dict[str, list[float]] = field(default_factory=dict)
     """Workload -> speed divided by the speed of the baseline, for each pair of runs."""
 

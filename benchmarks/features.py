@@ -189,7 +189,7 @@ def beam_search_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
 
 
 def prefix_cache_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
-    """Return the same run twice. The second call with a seed finds its prompts in the prefix cache."""
+    """Return one function as both runs. Its second call with a seed finds the prompts in the prefix cache."""
     llm = source.llm()
     params = SamplingParams(**{**GREEDY, "max_new_tokens": 1})
 

@@ -1,6 +1,6 @@
 """Measure a model with random weights on a GPU: decode, prefill, many and mixed requests, cold start.
 
-    python benchmarks/gpu.py decode --shape 0.6b        # batch 1, divided by the bandwidth limit
+    python benchmarks/gpu.py decode --shape 0.6b        # batch 1, compared with the bandwidth limit
     python benchmarks/gpu.py prefill --shape 8b         # FLOP/s, divided by the FLOP/s of a large product
     python benchmarks/gpu.py load --shape 0.6b          # 256 requests: 512 prompt tokens, 128 new tokens
     python benchmarks/gpu.py load --shape 0.6b --no-overlap    # load without overlapped steps
@@ -8,13 +8,14 @@
     python benchmarks/gpu.py start decode load          # three workloads on one loaded model
     python benchmarks/gpu.py decode --encoding int4 --cache fp8    # int4 weights and an fp8 KV cache
     python benchmarks/gpu.py mixed --shape 0.6b --minutes 8    # growth of memory under mixed requests
-    python benchmarks/gpu.py transformers --shape 0.6b  # transformers' tokens/s at batch 1, for comparison
+    python benchmarks/gpu.py transformers --shape 0.6b  # transformers' ms per token at batch 1, to compare
 
-Each workload prints one line of JSON. A decode step must read the weights of all layers and of the LM head,
-and the cached keys and values. The bandwidth limit is the time to read these bytes at the copy bandwidth,
-which the script measures in the same run. Prefill is compared with the FLOP/s of a product of two 8192 x 8192
-matrices in bf16, also measured in the same run. `target` is the figure to reach, and `reached` whether it was
-reached. With --folder, the weights are written to this folder once, and later runs reuse them.
+Each workload prints one line of JSON. The workload mixed also prints one line per minute. A decode step must
+read the weights of all layers and of the LM head, and the cached keys and values. The bandwidth limit is the
+time to read these bytes at the copy bandwidth, which the script measures in the same run. Prefill is compared
+with the FLOP/s of a product of two 8192 x 8192 matrices in bf16, also measured in the same run. If the
+workload and the shape have a target, `target` is the figure to reach, and `reached` is whether the run
+reached it. With --folder, the weights are written to this folder once, and later runs reuse them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/router.py decisions               # decisions per second, with fake workers
     python benchmarks/router.py workers --model DIR     # 2 workers of 1 thread, and 1 worker of 2 threads
     python benchmarks/router.py prefixes --model DIR    # prefix hits and time to first token per policy
-    python benchmarks/router.py ray --model DIR         # prefix hits, time to first token: 2 Ray replicas
+    python benchmarks/router.py ray --model DIR         # like prefixes: routers of Penstock and Ray Serve
 
 ``decisions`` measures the CPU time of `WorkerRouter.submit`, which chooses a worker, and of the bookkeeping
 at the end of each request. The script prints two rates: without and with the computation of block digests.
@@ -103,8 +103,8 @@ def measure_decisions(
 
     Args:
         num_workers: number of fake workers.
-        num_prefixes: number of prefixes. Each prompt begins with a random one of these prefixes. An eighth of
-            the workers, at least one, has a prefix cached.
+        num_prefixes: number of prefixes. Each prompt begins with a random one of these prefixes. For each
+            prefix, a random eighth of the workers, at least one worker, has the prefix cached.
         prompt_length: number of prompt tokens. Three quarters of the prompt are the prefix.
         num_requests: number of requests.
     """

@@ -9,7 +9,7 @@ several decode steps per call. Forward, sampling and bookkeeping run as usual. W
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: the start of a page of the documentation; answer: every third sentence of it
-    unrelated  prompt: the prompt of summary; answer: another page. Shows the cost if few n-grams match
+    unrelated  prompt: the start of the page of summary; answer: another page. The cost if few n-grams match
 
 Methods: ``plain`` without speculation, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
 draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Speeds and

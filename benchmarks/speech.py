@@ -10,8 +10,8 @@ decode.
 
 With --transformers, transformers generates the same number of tokens from a prompt of the same length, and
 the reference implementation of the codec decodes as many frames: the package ``snac``, or NeuCodec of
-transformers. Both engines run alternately. Figures are medians of the rounds. A warm-up request of Penstock
-is not counted.
+transformers. Penstock and transformers run alternately. Figures are medians of the rounds. A warm-up request
+of Penstock is not counted.
 
 - ``first audio``: seconds from the start of the request to its first chunk of audio.
 - ``real-time factor``: seconds of the whole request divided by the seconds of audio.

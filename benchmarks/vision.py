@@ -172,7 +172,7 @@ def openvino_engine(python: str, folder: Path, encoding: str) -> Iterator[tuple[
 def measure(
     engines: Mapping[str, Run], config: Mapping[str, Any], options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Run a warm-up and the rounds, at most until the time limit.
+    """Run a warm-up and then the rounds. After the time limit, no further round starts.
 
     Returns the medians of each engine in seconds, and its number of rounds.
     """

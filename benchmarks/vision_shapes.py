@@ -121,7 +121,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 """Name -> ``config.json``.
 
 smolvlm-256m and qwen3-vl-2b have the sizes of published models. qwen3-vl-2b-half has half of the layers, for
-machines with little memory. The tiny models are for tests of the benchmark.
+machines with little memory. The tiny models are for trial runs of the benchmark.
 """
 GRID_SIZE = 32
 """Patches per row and per column of an image or, if the model has tiles, of a tile."""

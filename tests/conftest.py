@@ -25,8 +25,8 @@ from support.random_draws import (
 # Modules and test items are never freed. The garbage collector is enabled after pytest has found all tests.
 gc.disable()
 
-# Set before torch and huggingface_hub are imported: both read their variable on import. Tiny models are
-# fastest on one thread.
+# Set before the imports of torch, which reads OMP_NUM_THREADS, and of huggingface_hub, which reads
+# HF_HUB_OFFLINE. Tiny models are fastest on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -61,7 +61,7 @@ def _restore_num_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a test that connects to another machine, even if the code under test handles the error."""
+    """Fail a test that connects to or looks up another machine, even if the code catches `Exception`."""
     connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
 
     def guarded_connect(self: socket.socket, address: Any) -> None:

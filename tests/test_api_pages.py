@@ -1,4 +1,4 @@
-"""All names on the API pages of MAX exist, and their parameters have the kinds and defaults of the page."""
+"""Penstock has the names, members and signatures of three API pages of MAX (see `support.api_pages`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = [
 ]
 
 
-def test_the_pages_have_the_expected_number_of_names() -> None:
+def test_the_core_page_has_25_names_and_the_pages_have_over_50_methods() -> None:
     assert len(CORE) == 25
     assert len(METHODS) > 50
 
@@ -79,13 +79,13 @@ def test_messages_accept_the_roles_of_the_page() -> None:
     assert {"system", "user", "assistant"} <= set(get_args(get_type_hints(message)["role"]))
 
 
-def test_both_pages_refer_to_the_same_pipeline_model() -> None:
+def test_both_modules_export_the_same_pipeline_model() -> None:
     assert import_name("penstock.pipelines", "PipelineModel") is import_name(
         "penstock.pipelines.pipeline", "PipelineModel"
     )
 
 
-def test_text_context_has_the_members_of_input_context() -> None:
+def test_the_page_of_text_context_lists_the_members_of_input_context() -> None:
     protocol_page, class_page = CORE["InputContext"], CORE["TextContext"]
     assert set(protocol_page.attributes.split()) <= set(class_page.attributes.split())
     assert protocol_page.methods == class_page.methods

@@ -210,7 +210,7 @@ def test_non_finite_statistics_weigh_all_inputs_equally(checkpoint_folder: Path)
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8"])
-def test_other_encodings_are_not_calibrated(
+def test_float_and_int8_encodings_are_not_calibrated(
     checkpoint_folder: Path, encoding: str, recorded_inputs: list[tuple[Tensor, Tensor | None]]
 ) -> None:
     open_pipeline(checkpoint_folder, quantization_encoding=encoding)

@@ -37,7 +37,7 @@ def test_the_available_devices_can_be_opened() -> None:
     assert load_devices(scan_available_devices())
 
 
-def test_buffer_and_tensor_are_torch_tensors_and_other_names_do_not_exist() -> None:
+def test_buffer_and_tensor_are_torch_tensor_and_an_unknown_name_raises_attribute_error() -> None:
     assert driver.Buffer is torch.Tensor
     assert driver.Tensor is torch.Tensor
     with pytest.raises(AttributeError, match="Grommet"):

@@ -29,7 +29,7 @@ def _fake_eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_config(
     config: PipelineConfig, share: WorkerShare, monkeypatch: pytest.MonkeyPatch
 ) -> PipelineConfig:
-    """Return the configuration of a worker with this share. Check that it is pinned to its processors."""
+    """Return the configuration of a worker. Check that it is pinned if its share names processors."""
     pinned_processors: list[tuple[int, ...]] = []
     monkeypatch.setattr(engines, "pin", pinned_processors.append)
     worker_config = load_worker_runtime(config, share, cast(Any, lambda config: config))

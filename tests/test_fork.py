@@ -72,7 +72,7 @@ def test_steps_and_loads_are_refused_in_a_fork_of_a_process_that_has_generated()
     assert lines == ["refused"] * 9 + ["True"]
 
 
-def test_a_fork_can_load_a_model_if_its_parent_has_not() -> None:
+def test_a_fork_can_load_a_model_if_its_parent_has_loaded_none() -> None:
     lines = run_script(
         """
         run_in_child(lambda: len(generate_text(load())) > 0)

@@ -73,7 +73,7 @@ def _run_in_new_process(code: str) -> str:
     return result.stdout.strip()
 
 
-def test_the_server_lifecycle_module_loads_no_web_framework() -> None:
+def test_the_server_lifecycle_module_loads_no_slow_package() -> None:
     """The worker process is started before the server imports these slow packages."""
     packages = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
     code = f"import sys, penstock.serve.http.lifecycle; print(*sorted(set({packages!r}) & set(sys.modules)))"

@@ -88,7 +88,7 @@ TABLE: Mapping[str, Row] = {
 }
 
 NO_TORCH = ("scheduler", "worker", "serve", "pipelines.core", "config", "host", "errors", "dtype")
-"""Folders whose modules can be imported without loading torch."""
+"""Folders and modules that can be imported without loading torch."""
 NEEDS_EXTRA = ("penstock.serve.http.fast_connection",)  # imported only where httptools is installed
 
 PUBLIC_MODULES = (
@@ -141,7 +141,7 @@ def test_each_folder_of_the_table_exists() -> None:
 
 @pytest.mark.parametrize("level", ["folder", "module"])
 def test_no_import_cycle(level: str) -> None:
-    """Imports in functions and for typing count, imports by or of an ``__init__`` of LAZY_PACKAGES do not."""
+    """Imports in functions and for typing count. Imports by or of an ``__init__`` of LAZY_PACKAGES do not."""
     files = sorted((ROOT / "penstock").rglob("*.py"))
     names = {_module_name(file.relative_to(ROOT)) for file in files}
     graph: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""Log probabilities, compared with numpy, and their independence of batches, chunks and cached prefixes."""
+"""Log probabilities, compared with numpy and transformers, and for different batches, chunks and caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The marker `matrix`: each combination of parameter values occurs in the subset, and the subset is small."""
+"""The marker `matrix`: its subset is small and has each combination of values of `strength` parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_subset_is_small() -> None:
     assert len(covering_subset(PARAMETER_SETS)) <= 25
 
 
-def test_a_few_parameter_sets_are_all_in_the_subset() -> None:
+def test_the_subset_has_every_set_if_each_set_has_a_unique_combination() -> None:
     parameter_sets = [(("isa", str(isa)), ("dtype", str(dtype))) for isa in range(3) for dtype in range(2)]
     assert covering_subset(parameter_sets) == set(range(6))
     assert covering_subset(parameter_sets[:1], strength=3, times=4) == {0}

@@ -61,7 +61,7 @@ def run_pytest(folder: Path, *options: str, **environment: str) -> tuple[list[st
     return examples_file.read_text().splitlines() if examples_file.exists() else [], result.stdout
 
 
-def test_the_default_run_draws_the_same_examples(folder: Path) -> None:
+def test_default_runs_draw_the_same_examples(folder: Path) -> None:
     first_examples, output = run_pytest(folder, PYTHONHASHSEED="1")
     assert len(first_examples) == 20
     assert "1 deselected" in output
@@ -71,7 +71,7 @@ def test_the_default_run_draws_the_same_examples(folder: Path) -> None:
     assert second_examples == first_examples, "constants of the additional module were used as examples"
 
 
-def test_a_random_run_draws_other_and_more_examples(folder: Path) -> None:
+def test_random_runs_draw_more_examples_that_differ_between_runs(folder: Path) -> None:
     first_examples, output = run_pytest(folder, "--random")
     assert len(first_examples) == 200
     assert "3 passed" in output

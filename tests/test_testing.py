@@ -77,7 +77,7 @@ def test_answering_computes_the_output_from_the_prompt() -> None:
         assert bytes(generate(pipeline, build_context(prompt), 5)).decode() == f"{prompt}!{prompt}!"
 
 
-def test_minimum_and_maximum_lengths_are_respected() -> None:
+def test_minimum_and_maximum_lengths_are_respected_and_zero_steps_are_refused() -> None:
     assert (
         len(generate(FakePipeline(lambda context: ord("x")), build_context("Hello", max_new_tokens=7), 3))
         == 7

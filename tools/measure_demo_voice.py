@@ -3,10 +3,10 @@
     pip install espeakng-loader pocketsphinx
     python tools/measure_demo_voice.py demo-voice --spectrogram spectrogram.png
 
-The model and espeak-ng speak each sentence. Speech recognizers transcribe both. The mel distance compares the
-model's speech of a sentence with espeak-ng's speech of the same sentence, and of another sentence (the
-control). For each phrase of `SELECTED_PHRASES`, the tool also counts the spellings whose speech the
-recognizers understand.
+The model and espeak-ng speak each sentence. Two speech recognizers transcribe the speech of the model and of
+espeak-ng. The mel distance compares the model's speech of a sentence with espeak-ng's speech of the same
+sentence, and of another sentence (the control). For each phrase of `SELECTED_PHRASES`, the tool also counts
+the spellings whose speech the recognizers understand.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python tools/train_demo_model.py --out penstock/demo --minutes 60
 
-``tools/demo_corpus`` generates the documents: short stories, questions and answers, JSON, tool calls. The
-stream is endless, so a document occurs twice only if the grammar generates it twice. A checksum selects one
-document in fifty as held out. ``--seed`` determines the documents, the tokenizer and the initial weights. The
-schedule depends on the elapsed time: a faster machine trains on more text, in the same order.
+``tools/demo_corpus`` generates the documents: short stories, plain facts, questions and answers, JSON, tool
+calls, odd inputs. No document is read twice, unless the generator produces it twice. A checksum selects about
+one document in fifty as held out. ``--seed`` determines the documents, the tokenizer and the initial weights.
+The schedule depends on the elapsed time: a faster machine trains on more text, in the same order.
 
 ``--start FOLDER`` begins with the weights and the tokenizer of an exported model. Use a smaller
 ``--learning-rate`` with ``--start``. ``--resume`` continues from the last checkpoint in ``--checkpoints``.
@@ -262,7 +262,7 @@ def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, in
 
 @torch.no_grad()
 def measure(model: Model, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss of tokens with weight 1: stories and answers, without prompts."""
+    """Return the mean loss of tokens with weight 1: stories, facts and answers, without prompts."""
     losses = [token_losses(model, ids)[weights == 1.0] for ids, weights in batches]
     return torch.cat(losses).mean().item()
 

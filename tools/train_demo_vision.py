@@ -2,10 +2,11 @@
 
     python tools/train_demo_vision.py --out penstock/demo/vision --minutes 70
 
-``tools/demo_vision`` generates pictures of shapes, questions and answers during the training. The stream is
-endless. In a second task, which only helps the training, the vision tower learns the shape and the colour of
-the thing at each patch. ``--seed`` determines the pictures, the questions and the initial weights. After a
-warm-up of 200 steps, the learning rate depends on the elapsed time. A faster machine trains on more pictures.
+``tools/demo_vision`` generates pictures of shapes, questions and answers during the training. The stream of
+examples is endless. In a second task, which only helps the training, the vision tower learns the shape and
+the colour of the thing at each patch. ``--seed`` determines the pictures, the questions and the initial
+weights. After a warm-up of 200 steps, the learning rate depends on the elapsed time. A faster machine trains
+on more pictures.
 
 ``--resume`` continues from the last checkpoint in ``--work``. ``--export-only`` exports this checkpoint to
 ``--out``.

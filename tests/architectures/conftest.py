@@ -20,5 +20,5 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Any:
-    """Return the same checkpoint loaded by transformers."""
+    """Return the model that transformers loads from the checkpoint."""
     return load_in_transformers(checkpoint)

@@ -203,7 +203,7 @@ def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Ten
 def test_text_does_not_depend_on_the_batch_or_the_prefix_cache(
     checkpoint: Path, tmp_path: Path, has_fixed_scales: bool
 ) -> None:
-    """Copied and discarded blocks include the scales of rows, but not fixed scales."""
+    """The test also checks that copying and discarding blocks includes row scales but not fixed scales."""
     if has_fixed_scales:
         scales = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(0.02)}
         checkpoint = write_checkpoint_with_scales(checkpoint, tmp_path, scales)
@@ -225,7 +225,7 @@ def test_text_does_not_depend_on_the_batch_or_the_prefix_cache(
     assert bool(storage.scales[0].any()) == has_fixed_scales
 
 
-def test_the_cpu_kernels_fall_back_to_the_reference_and_log_it_at_most_once(
+def test_the_cpu_kernels_fall_back_to_the_reference_and_log_the_fallback_at_most_once(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from penstock.kernels import cpu

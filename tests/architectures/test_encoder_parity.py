@@ -1,4 +1,4 @@
-"""Every encoder gives the results of transformers, alone and in a batch, with each output head."""
+"""Every encoder gives the results of transformers, for single inputs and batches, with each output head."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_outputs_of_a_batch_are_bit_equal_to_single_inputs(
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(("encoding", "min_cosine"), [("bfloat16", 0.998), ("int8", 0.99), ("int4", 0.9)])
-def test_embeddings_in_other_encodings_are_close_to_float32(
+def test_embeddings_in_bfloat16_int8_and_int4_are_close_to_transformers(
     encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, min_cosine: float
 ) -> None:
     model, _, folder = encoder

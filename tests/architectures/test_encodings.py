@@ -24,7 +24,8 @@ _SCALED_KEYS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_
 MAX_ERROR = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
 """Maximum error of the logits against float32, relative to the norm of the logits.
 
-``int4`` applies to wide layers. ``int5`` applies to narrow layers, whose weights have 5 bits.
+``int4`` and ``int5`` are two cases of the encoding int4. In the case ``int4`` no layer counts as narrow. In
+the case ``int5`` layers count as narrow and are stored in 5 bits.
 """
 
 ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3, "qwen3_5_text": 2, "qwen3_5_moe_text": 3, "qwen3_next": 3}

@@ -39,7 +39,7 @@ def write_per_expert_adapter(
 @pytest.mark.parametrize(
     ("family", "targets"), [("mixtral", ["w1", "w2"]), ("qwen3_moe", ["up_proj", "gate"])]
 )
-def test_an_adapter_on_single_experts_equals_merged_weights(
+def test_logits_of_an_adapter_on_single_experts_equal_those_of_merged_weights(
     family: str, targets: list[str], tmp_path: Path
 ) -> None:
     base_folder = write_checkpoint(tmp_path / "base", make_tiny_config(family))

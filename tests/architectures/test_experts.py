@@ -1,4 +1,4 @@
-"""Families with experts: variants, both checkpoint layouts, MXFP4, refused settings."""
+"""Mixtral, Qwen3-MoE and gpt-oss: variants, mutations, checkpoint layouts, MXFP4, refused settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def compute_logits(pipeline: TextGenerationPipeline) -> torch.Tensor:
-    """Return the logits of a prompt, then of single tokens."""
+    """Return the logits of a prompt, then of ten single tokens."""
     # Echo turns off the prefix cache, so every row is computed.
     context = make_context(TOKENS[:50], log_probabilities_echo=True)
     rows = [step_logits(pipeline, [context])[0]]
@@ -229,8 +229,10 @@ def test_each_mutation_of_gpt_oss_changes_the_logits(gpt_oss: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_stored_in_one_tensor_equal_separate_tensors(family: str, tmp_path: Path) -> None:
-    """transformers 5 uses this layout in memory, and writes it if conversion is disabled."""
+def test_logits_of_stacked_expert_tensors_equal_those_of_separate_tensors(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers 5 stacks the experts in memory, and writes stacked tensors if conversion is disabled."""
     separate_folder = write_checkpoint(tmp_path / "separate", make_config(family))
     load_in_transformers(separate_folder).save_pretrained(tmp_path / "stacked", save_original_format=False)
     names = load_file(tmp_path / "stacked" / "model.safetensors").keys()
@@ -343,7 +345,7 @@ def test_malformed_mxfp4_tensors_are_refused(gpt_oss: Path, tmp_path: Path) -> N
         open_pipeline(packed_folder)
 
 
-def test_mxfp4_sizes_that_are_not_whole_blocks_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
+def test_mxfp4_shapes_that_contradict_the_configuration_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
     packed_folder, _ = write_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
     with pytest.raises(WeightsError, match=r"gate_up_proj\.0\.weight.* is \[64, 64\] where .*\[80, 64\]"):
         open_pipeline(packed_folder)

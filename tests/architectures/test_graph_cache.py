@@ -1,4 +1,4 @@
-"""Replayed steps are bit-equal to eager steps, in a scenario with other steps between them."""
+"""Replayed compiled steps are bit-equal to eager steps, in a scenario with prefills and a preemption."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def score(reference: Any, tokens: list[int], start: int) -> float:
     return float(rows.gather(1, torch.tensor(tokens[start:])[:, None]).sum())
 
 
-def test_several_answers_equal_separate_requests(checkpoint: Path) -> None:
+def test_several_answers_are_reproducible_and_the_first_equals_a_single_request(checkpoint: Path) -> None:
     params = SamplingParams(temperature=1.0, top_k=0, seed=4, max_new_tokens=12, ignore_eos=True)
     with open_llm(checkpoint, max_batch_size=4) as llm:
         answers = llm.generate(PROMPT, params, n=4, use_tqdm=False)
@@ -109,10 +109,10 @@ def test_overlapped_steps_equal_synchronous_steps_and_save_states(
     assert sum(output.num_cached_tokens for output in outputs["lazy"][1]) >= 3 * 32
 
 
-def test_a_step_that_cannot_be_captured_runs_once(
+def test_a_step_that_cannot_be_captured_updates_the_states_once(
     checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states are restored after a failed capture, in the middle of which they were updated."""
+    """The capture updates the states before it fails, so they are restored before the step runs eagerly."""
     pipeline = open_pipeline(checkpoint, num_threads=1)
     graphs = pipeline.session.graphs
     if graphs is None:
@@ -156,9 +156,9 @@ def test_a_failed_step_is_computed_again_from_the_first_token(
 def test_a_failed_overlapped_step_runs_again_from_the_first_token(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
-    """The states of the failed step include its tokens, so that the sequences start again."""
+    """The states already include the tokens of the failed step, so all tokens are computed again."""
     register_lazy(monkeypatch)
-    prompts = [PROMPT[i:] for i in range(6)]  # more than run several steps in one call
+    prompts = [PROMPT[i:] for i in range(6)]  # prompts of different lengths
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     with open_llm(checkpoint, kernels="cpu", deterministic=True) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

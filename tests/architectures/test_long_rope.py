@@ -120,7 +120,7 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
         assert_scores(actual_scores, recompute_scores(reference, context.all_tokens.tolist(), length))
 
 
-def test_echo_of_a_generated_text_has_its_scores(checkpoint: Path) -> None:
+def test_echoed_scores_of_a_generated_text_equal_the_scores_of_its_generation(checkpoint: Path) -> None:
     """Checks the tokens that are generated with the long factors."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 class FakeDeviceMemory(DeviceMemory):
-    """Reports `total` bytes. Weights use `weights` bytes, and each step uses `activations` bytes."""
+    """A device of `total` bytes. Weights use `weights` bytes, and each step uses `activations` bytes."""
 
     def __init__(self, total: int, weights: int, activations: int) -> None:
         self.total, self.weights, self.activations = total, weights, activations

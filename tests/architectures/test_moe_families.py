@@ -1,4 +1,4 @@
-"""Families with experts: variants of configurations, mutations, bfloat16, refused settings, Llama 4."""
+"""Eight families with experts: variants of configurations, mutations, bfloat16, refused settings."""
 
 from __future__ import annotations
 

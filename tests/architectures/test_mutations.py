@@ -134,7 +134,7 @@ def has_attention(block: Any) -> bool:
 
 
 def replace_attention_parts(**parts: Any) -> Callable[[Any], Any]:
-    """Return a function that replaces fields of the attention in all blocks.
+    """Return a function that replaces fields of the attention in all blocks with softmax attention.
 
     The function returns None if all fields have these values already.
     """
@@ -362,10 +362,10 @@ def test_keys_stored_one_slot_late_are_detected(
     assert relative_error(pipeline, expected) > 10
 
 
-def test_a_stale_block_of_the_prefix_cache_is_detected(
+def test_a_changed_block_of_the_prefix_cache_is_detected(
     pipeline: TextGenerationPipeline, expected: torch.Tensor
 ) -> None:
-    """A cached block with the content of another prompt changes the logits of requests that share it."""
+    """Adding 1 to a cached block of all layers changes the logits of a request that reuses the block."""
     assert relative_error(pipeline, expected) <= 1  # fills the prefix cache with the blocks of the prompt
     context = make_context(TOKENS)
     pipeline.kv.claim(context)
@@ -384,7 +384,7 @@ def test_a_stale_block_of_the_prefix_cache_is_detected(
 
 
 def test_swapped_layers_change_the_logits(tmp_path: Path) -> None:
-    """Exchanges the first two blocks of the network of each architecture."""
+    """The test swaps the first two blocks of the network of each decoder architecture."""
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())

@@ -51,7 +51,7 @@ def expected_logits(
     return answer_logits
 
 
-def test_scores_are_the_softmax_of_yes_and_no_or_the_difference_of_their_logits(folder: Path) -> None:
+def test_scores_are_the_probability_of_yes_or_the_difference_of_the_logits(folder: Path) -> None:
     with LLM(str(folder), **OPTIONS) as llm:
         assert llm.pipeline.outputs == ("scores",)
         scores = llm.score(QUERY, [DOCUMENT, "blue is the colour"], use_tqdm=False)

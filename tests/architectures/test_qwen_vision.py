@@ -1,4 +1,7 @@
-"""The vision encoders of Qwen2.5-VL and Qwen3-VL: results of transformers, and refused configurations."""
+"""The vision encoders of Qwen2.5-VL and Qwen3-VL give the results of transformers.
+
+Unsupported configurations of Qwen3-VL are refused.
+"""
 
 from __future__ import annotations
 

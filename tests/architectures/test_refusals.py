@@ -149,7 +149,7 @@ def test_malformed_coefficients_of_xielu_are_refused(values: object) -> None:
         ("internlm3", {"qkv_bias": 1}, "qkv_bias must be true or false"),
     ],
 )
-def test_values_of_another_type_or_range_are_refused(
+def test_values_of_a_wrong_type_or_range_are_refused(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""The registry of architectures: they are discovered by folder and loaded on request."""
+"""The registry finds architectures by folder and loads them on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that run on their modules of transformers, with Penstock's attention, and refused models."""
+"""Models that run on their transformers modules with Penstock's attention, and models that are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def open_fallback(checkpoint: Path, **settings: Any) -> TextGenerationPipeline:
-    """Open the pipeline of a checkpoint with the architecture that the configuration selects."""
+    """Open the pipeline of a checkpoint, by default with ``model_impl="transformers"`` in float32."""
     defaults = {"quantization_encoding": "float32", "max_batch_size": 8, "kv_cache_block_size": 16}
     defaults |= {"model_path": str(checkpoint), "model_impl": "transformers"}
     config = PipelineConfig.from_flat(defaults | settings)

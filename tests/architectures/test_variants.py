@@ -1,4 +1,4 @@
-"""Further configurations of decoder families: logits equal those of transformers.
+"""Variants of the configurations of decoder families: logits equal those of transformers.
 
 Each ``config.json`` has the key names that the checkpoint's authors use. transformers saves it with the key
 names of its own version. Both files must give the same logits.

@@ -211,7 +211,7 @@ def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path)
     assert model.encoder_graphs.num_graphs
 
 
-def test_several_steps_after_an_image_read_its_embedding_once(tmp_path: Path) -> None:
+def test_several_steps_after_an_image_give_the_text_of_single_eager_steps(tmp_path: Path) -> None:
     """In a call of several steps, only the first step reads the embedding of the image's last token."""
     folder = write_vision_checkpoint("llava", tmp_path)
 

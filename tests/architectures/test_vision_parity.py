@@ -175,7 +175,7 @@ def test_a_preempted_context_continues_with_the_same_text(
     assert tokens == family.text
 
 
-def test_logits_after_a_final_image_equal_transformers_with_equal_text_in_multi_steps(
+def test_logits_after_a_final_image_equal_transformers_and_several_steps_give_equal_text(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
     full_prompt = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
@@ -194,7 +194,9 @@ def test_logits_after_a_final_image_equal_transformers_with_equal_text_in_multi_
 
 
 @pytest.mark.parametrize(("encoding", "max_error"), [("bfloat16", None), ("int8", 0.2)])
-def test_logits_in_other_encodings_are_close(family: Family, encoding: str, max_error: float | None) -> None:
+def test_logits_in_bfloat16_and_int8_are_close_to_transformers(
+    family: Family, encoding: str, max_error: float | None
+) -> None:
     pipeline = open_pipeline(family.folder, quantization_encoding=encoding)
     logits = forward_logits(pipeline, [family.prompt.context()])
     error = float((logits - family.logits).std() / family.logits.std())

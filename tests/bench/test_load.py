@@ -72,7 +72,7 @@ async def test_a_closed_loop_keeps_its_concurrency() -> None:
     assert result.seconds >= 5 * 0.01
 
 
-async def test_an_open_loop_does_not_wait_for_responses() -> None:
+async def test_an_open_loop_does_not_wait_for_responses_and_its_times_depend_on_the_seed() -> None:
     client = FakeClient(seconds=0.3)
     result = await run_load(client, make_bodies(30), rate=300.0, seed=3)
     assert client.max_active > 10
@@ -96,7 +96,7 @@ async def test_arrivals_are_a_poisson_process() -> None:
 
 
 async def test_latencies_include_delays_of_the_client() -> None:
-    """Latencies start at the scheduled time, so they include waiting for one of the client's two slots.
+    """Latencies start at the scheduled time, so they include the wait while two other requests run.
 
     Otherwise slow responses would reduce the measured load (coordinated omission).
     """

@@ -1,4 +1,4 @@
-"""Titles of plots fit into the picture."""
+"""Titles of plots fit into the width of the picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``penstock bench run``: every workload, on a small model and on random weights."""
+"""``penstock bench run``: every workload on a small model, and two workloads on random weights."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_print_config_shows_the_settings_without_measuring() -> None:
     assert "99" in result.stdout
 
 
-def test_the_choices_of_the_option_are_the_workloads() -> None:
+def test_the_choices_of_the_option_work_are_the_workloads() -> None:
     (option,) = (param for param in command.params if param.name == "workloads")
     assert tuple(option.type.choices) == tuple(WORKLOADS)  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def format_content(content: Any) -> str:
 class EchoBackend:
     """A back end that repeats the conversation.
 
-    A question with "refuse" raises InputError, a question with "stop here" KeyboardInterrupt.
+    A question with "refuse" raises InputError. A question with "stop here" raises KeyboardInterrupt.
     """
 
     name = "scripted"

@@ -73,7 +73,7 @@ def test_sampling_flags_reach_the_model(model: Path) -> None:
         assert json.loads(result.stdout)["token_ids"] == greedy_tokens
 
 
-def test_several_answers_are_printed_together_at_the_end(model: Path) -> None:
+def test_several_answers_are_printed_with_their_index(model: Path) -> None:
     arguments = ("--prompt", "Hello", "--seed", "3", "--max-new-tokens", "12", "--n", "3")
     result = generate(model, *arguments)
     report = json.loads(generate(model, *arguments, "--json", "--logprobs", "1").stdout)
@@ -229,7 +229,7 @@ def test_env_as_text_names_versions_devices_kernels_and_processors() -> None:
         assert str(cpus) in text
 
 
-def test_the_speed_is_measured_from_the_first_token() -> None:
+def test_the_speed_is_measured_after_the_first_piece_of_text_or_in_total_for_a_single_piece() -> None:
     assert Timings(load=1, first_token=2, remaining=5).tokens_per_second(11) == 2
     assert Timings(load=1, first_token=2, remaining=5, num_first_tokens=6).tokens_per_second(11) == 1
     assert Timings(load=1, first_token=2, remaining=0.01, num_first_tokens=6).tokens_per_second(6) == 3

@@ -1,4 +1,4 @@
-"""``penstock list``."""
+"""``penstock list``: the tables, and the JSON output."""
 
 from __future__ import annotations
 

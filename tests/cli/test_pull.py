@@ -64,7 +64,7 @@ class Hub:
         self.released = threading.Event()
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start the command with this hub and its cache, which is empty at first."""
+        """Start ``penstock`` with ``arguments``, this hub and its cache, which is empty at first."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environment |= {"HF_ENDPOINT": self.url, "HF_HOME": str(self.cache), "HF_HUB_DISABLE_XET": "1"}
         return subprocess.Popen(
@@ -77,7 +77,7 @@ class Hub:
         )
 
     def run(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        """Run the command. Returns its standard output and standard error."""
+        """Run ``penstock`` with ``arguments``. Return its standard output and standard error."""
         process = self.start(*arguments)
         output, errors = process.communicate(timeout=60)
         assert process.returncode == status, errors

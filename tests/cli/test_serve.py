@@ -33,7 +33,7 @@ try:
 finally:
     print(sorted({"torch", "transformers", "xgrammar", "llguidance"} & set(sys.modules)))
 """
-"""Runs ``penstock serve``. When the server exits, it prints which of four large libraries are loaded."""
+"""A script that runs ``penstock serve`` and then prints which of four large packages are loaded."""
 
 
 @contextmanager
@@ -121,8 +121,8 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_with_speculation_gives_the_same_text_as_without(tmp_path: Path) -> None:
-    """Some drafts are accepted. The server loads none of four libraries. An invalid adapter is refused."""
+def test_a_server_with_speculation_gives_the_text_of_an_llm_without_speculation(tmp_path: Path) -> None:
+    """Drafts are accepted. No package of LIST_MODULES_AT_EXIT is loaded. An invalid adapter is refused."""
     settings = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
     prompt = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
     sampling_fields: list[dict[str, Any]] = [

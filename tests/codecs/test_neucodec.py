@@ -87,7 +87,7 @@ def test_a_chunk_with_a_wrong_start_gives_other_samples(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("encoding", "min_power_ratio"), [("bfloat16", 60), ("int8", 15)])
-def test_samples_in_other_encodings_are_close(encoding: str, min_power_ratio: float) -> None:
+def test_samples_in_bfloat16_and_int8_are_close_to_float32(encoding: str, min_power_ratio: float) -> None:
     frames, full_samples = load_expected("neucodec")["frames"], load_expected("neucodec")["decoded"]
     samples = load_reference("neucodec", encoding=encoding).decode([frames])[0]
     error = (samples - full_samples).square().mean()

@@ -34,7 +34,7 @@ class ReferenceEncoder:
     outputs: dict[str, Tensor]
 
     def encode(self, samples: Tensor) -> Tensor:
-        """Return the codes ``[F]`` of transformers. Stores the module outputs in `outputs`."""
+        """Return the codes ``[F]`` of transformers, and store the module outputs in `outputs`."""
         padded_samples = F.pad(samples, (0, 320 - len(samples) % 320))
         with torch.no_grad():
             result = self.model.encode(padded_samples[None, None], seamless_rows(padded_samples)[None])
@@ -134,7 +134,7 @@ def test_decoding_works_without_the_tensors_of_the_encoder(
         decoder_only.encode(make_random_samples(9000))
 
 
-def test_samples_are_cut_to_whole_frames_and_other_shapes_are_refused(
+def test_samples_are_cut_to_whole_frames_and_two_dimensional_samples_are_refused(
     reference: ReferenceEncoder, session: Any
 ) -> None:
     codec = load_codec(reference.folder, session)

@@ -1,4 +1,4 @@
-"""Every codec against its original package. Chunks, growing streams and batches against whole streams."""
+"""Codecs agree with their original packages. Chunks, growing streams and batches agree with whole streams."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_flags_precede_environment_file_and_defaults(tmp_path: Path) -> None:
     assert described_settings["revision"] == ("main", "default")
 
 
-def test_describe_reports_default_or_argument_without_sources() -> None:
+def test_describe_reports_default_or_argument_for_a_directly_built_configuration() -> None:
     described_settings = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
     assert described_settings["max_batch_size"] == "argument"
     assert described_settings["max_num_steps"] == "default"
@@ -394,7 +394,7 @@ def test_the_default_encoding_follows_the_type_of_the_checkpoint(
     assert write_typed_checkpoint(tmp_path, config).encoding == encoding
 
 
-def test_quantization_encoding_has_precedence(tmp_path: Path) -> None:
+def test_quantization_encoding_has_precedence_over_the_type_of_the_checkpoint(tmp_path: Path) -> None:
     config = write_typed_checkpoint(tmp_path, {"dtype": "float16"})
     assert dataclasses.replace(config, quantization_encoding="float32").encoding == "float32"
 
@@ -473,7 +473,7 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         PipelineConfig.from_flat({"kv_cache_memory": text})
 
 
-# -- Other names of a setting ---------------------------------------------------------------------------
+# -- Aliases of settings --------------------------------------------------------------------------------
 
 
 def test_an_alias_is_accepted_in_every_source(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Default values of sampling parameters."""
+"""Default values of sampling parameters, with and without ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_given_values_precede_the_file_and_the_defaults(tmp_path: Path) -> None:
     )
 
 
-def test_do_sample_false_means_greedy_without_a_temperature(tmp_path: Path) -> None:
+def test_do_sample_false_means_greedy_unless_a_temperature_is_given(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"do_sample": False, "temperature": 0.6})
     assert config.default_sampling_params().temperature == 0
     assert config.default_sampling_params(temperature=0.5).temperature == 0.5

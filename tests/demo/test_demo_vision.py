@@ -72,7 +72,7 @@ def test_a_question_without_a_picture_gets_an_explanation(llm: LLM) -> None:
     ["How many shapes are there?", "<|user|><image>How many shapes are there?<|end|><|assistant|>"],
     ids=["message", "placeholder"],
 )
-def test_the_command_accepts_images(prompt: str) -> None:
+def test_the_command_generate_accepts_images(prompt: str) -> None:
     """The images precede the text of a message, unless the prompt has a placeholder."""
     from click.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""The model `demo-voice` in the package: length, intelligibility and batches of speech."""
+"""The model `demo-voice` in the package: length, volume and intelligibility of speech, batches, digits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_audio_of_a_batch_is_close_to_audio_of_a_single_text(llm: LLM, speeches:
     np.testing.assert_allclose(single_audio.audio, speeches[1].audio, atol=0.02)
 
 
-def test_a_speech_recognizer_understands_the_speech(
+def test_a_speech_recognizer_understands_most_words_of_the_speech(
     speeches: list[Speech], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pocketsphinx", reason="the recognizer is not installed")
@@ -65,7 +65,7 @@ def test_a_speech_recognizer_understands_the_speech(
 
 
 def test_speech_recognizers_understand_hello_world(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speaks several spellings. One recognizer is restricted to a grammar, the other recognizer is not."""
+    """The model speaks several spellings. Only one of the two recognizers is restricted to a grammar."""
     pytest.importorskip("pocketsphinx", reason="the recognizer is not installed")
     import torch
 

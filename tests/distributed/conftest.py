@@ -1,4 +1,4 @@
-"""Fixtures: two ranks shared by the tests of this folder, which load one model after the other."""
+"""Fixtures of this folder: two ranks, which load one model after the other, and a tiny checkpoint."""
 
 from __future__ import annotations
 

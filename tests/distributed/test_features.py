@@ -59,7 +59,7 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("encoding", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05), ("int4", 0.06), ("int5", 0.06)]
 )
-def test_logits_in_other_encodings_are_close_to_one_process(
+def test_logits_in_bfloat16_and_quantized_encodings_are_close_to_one_process(
     rank_pair: RankPair, wide_checkpoint: Path, encoding: str, tolerance: float
 ) -> None:
     assert_close(rank_pair, wide_checkpoint, tolerance, quantization_encoding=encoding)
@@ -103,7 +103,9 @@ def test_logits_of_the_reference_kernels_with_an_int8_cache_are_close_to_one_pro
     assert_close(rank_pair, wide_checkpoint, 0.02, kernels="reference", kv_cache_dtype="int8")
 
 
-def test_sampled_choices_and_drafts_equal_one_process(rank_pair: RankPair, tiny_checkpoint: Path) -> None:
+def test_tokens_of_sampled_choices_with_drafts_equal_one_process(
+    rank_pair: RankPair, tiny_checkpoint: Path
+) -> None:
     """The text is sampled, with several choices and n-gram drafts."""
 
     def run(pipeline: Any) -> list[list[int]]:

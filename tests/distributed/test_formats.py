@@ -53,7 +53,7 @@ def test_logits_of_gptq_are_close_to_one_process(
     order: InputOrder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A layer with permuted inputs whose inputs are divided among ranks is dequantized."""
+    """A layer is dequantized if its inputs are permuted and divided among ranks."""
     section = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     section["desc_act"] = order != "none"
     compare_with_one_process(

@@ -46,6 +46,6 @@ def test_the_error_for_indivisible_heads_states_the_numbers() -> None:
         Shard(0, 4).attention(2, 2)
 
 
-def test_the_vocabulary_is_split_between_panels_if_every_rank_gets_one() -> None:
+def test_the_vocabulary_is_split_between_groups_of_16_tokens_if_every_rank_gets_one() -> None:
     assert Shard(0, 2).vocabulary_parts(130) == (Part(0, 64), Part(64, 130))
     assert Shard(0, 4).vocabulary_parts(30)[3] == Part(22, 30)

@@ -120,7 +120,7 @@ def make_echo_context(tokens: list[int]) -> TextContext:
     return make_context(tokens, log_probabilities_echo=True)
 
 
-def test_the_memory_estimate_is_correct_with_other_tensor_names(duo_variables: dict[str, Any]) -> None:
+def test_the_memory_estimate_is_correct_for_tensor_names_of_the_page(duo_variables: dict[str, Any]) -> None:
     model: Any = duo_variables["pipeline"].model
     loaded_bytes = weight_bytes(duo_variables["pipeline"])
     assert 0.995 * loaded_bytes <= model.memory_plan.weights_size <= 1.3 * loaded_bytes
@@ -141,7 +141,7 @@ def test_the_memory_estimate_is_correct_with_other_tensor_names(duo_variables: d
     ],
     ids=str,
 )
-def test_logits_of_the_blueprint_family_equal_transformers(tmp_path: Path, variant: dict[str, Any]) -> None:
+def test_logits_of_vaultgemma_equal_transformers(tmp_path: Path, variant: dict[str, Any]) -> None:
     write_page_files(tmp_path)
     registry = PipelineRegistry([tmp_path / "architectures"])
     (architecture,) = (candidate for candidate in registry.architectures if candidate.name == "vaultgemma")

@@ -1,4 +1,4 @@
-"""docs/adding-a-task.md: writes the page's files, and runs the page's check in a real worker process."""
+"""docs/adding-a-task.md: the page's check passes with the page's files and fails with faulty files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The pages on encodings, checkpoint formats and codecs: their checks succeed and detect errors."""
+"""The checks of the pages on encodings, checkpoint formats and codecs pass.
+
+The checks of the pages on formats and codecs detect errors. A registry discovers the format of the page.
+"""
 
 from __future__ import annotations
 

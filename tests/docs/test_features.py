@@ -1,4 +1,4 @@
-"""The table of feature combinations: each combination that is not n/a is run on the demo model."""
+"""Each combination of two features works, is refused or is impossible, as docs/features.md states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation site: every page and public name is on it, and every link and anchor has a target.
+"""The documentation site has every page and public name, and every link within the site has a target.
 
 The default run checks the sources of the pages. With `--slow`, the site is built with mkdocs and the result
 is checked.
@@ -88,13 +88,13 @@ def find_broken_links(docs: Path) -> list[str]:
     return missing_targets
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_index_and_in_the_navigation() -> None:
     docs = ROOT / "docs"
     index, settings = (docs / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     assert all(f"({page}.md)" in index and f"{page}.md" in settings for page in page_names(docs))
 
 
-def test_packages_imported_by_pages_are_in_the_reference() -> None:
+def test_public_packages_imported_by_pages_and_examples_are_in_the_reference() -> None:
     files = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.py")]
     imports = re.compile(r"^(?:from|import) (penstock[\w.]*)", re.MULTILINE)
     imported_packages = package_names(
@@ -109,7 +109,7 @@ def package_names(modules: Iterable[str]) -> set[str]:
     return {".".join(module.split(".")[:2]) for module in modules}
 
 
-def test_every_link_has_a_target() -> None:
+def test_every_link_within_the_site_has_a_target() -> None:
     assert not find_broken_links(ROOT / "docs")
 
 

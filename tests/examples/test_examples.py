@@ -27,7 +27,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def test_every_example_is_tested_or_a_known_exception() -> None:
+def test_every_example_is_listed_as_tested_or_as_an_exception() -> None:
     # test_own_model.py tests own_model. The example images needs a server of a vision model. The example
     # ray_dataset needs Ray and is tested in tests/ray.
     other_examples = {"own_model", "images", "ray_dataset"}

@@ -245,7 +245,9 @@ def test_slow_grammars_are_refused_and_others_wait_for_a_thread(monkeypatch: pyt
     wait_until_ready(grammars, other_context)
 
 
-def test_a_compilation_thread_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_thread_ends_after_the_time_limit_without_translating_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original_source = llguidance_backend.grammar_source
 
     def compile_slowly(grammar: Grammar, **options: Any) -> sources.GrammarSource:

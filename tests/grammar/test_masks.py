@@ -29,7 +29,7 @@ def test_contexts_without_a_grammar_have_no_mask() -> None:
     assert grammar_bitmask([make_context_without_grammar()], np.array([0]), VOCABULARY) is None
 
 
-def test_each_draft_token_has_a_mask_row() -> None:
+def test_a_sequence_with_n_draft_tokens_has_n_plus_1_mask_rows() -> None:
     contexts = [
         compile_context("regex", "ab*c"),
         make_context_without_grammar(),

@@ -36,7 +36,7 @@ def test_an_error_in_the_block_enables_the_collector_again() -> None:
     assert gc.isenabled()
 
 
-def test_the_end_of_the_block_unfreezes_only_objects_frozen_in_the_block() -> None:
+def test_new_objects_leave_the_young_generation_and_frozen_objects_stay_frozen() -> None:
     """Run in a new process: other code may freeze objects of this process."""
     code = """
 import gc

@@ -50,7 +50,7 @@ def test_one_kernel_call_increments_the_counter_several_times() -> None:
     assert read_count() - count_before >= 10
 
 
-def test_each_loaded_tensor_and_each_layer_of_a_step_increments_the_counter() -> None:
+def test_loading_tensors_and_running_layers_increments_the_counter() -> None:
     count_before = read_count()
     llm = LLM("demo", max_length=256)
     count_after_load = read_count()

@@ -34,7 +34,7 @@ def test_an_error_in_the_block_replaces_the_interrupt() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_handlers_and_threads_are_not_changed() -> None:
+def test_a_custom_handler_is_kept_and_a_block_in_a_thread_sets_no_handler() -> None:
     signals = []
     previous_handler = signal.signal(signal.SIGINT, lambda *_: signals.append(1))
     try:

@@ -17,7 +17,10 @@ GIB = 2**30
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty folder that replaces the cgroup mount. `set_membership` sets the process's groups."""
+    """Return the path of a folder that replaces the cgroup mount. `write_files` creates the folder.
+
+    `set_membership` sets the groups of the process.
+    """
     monkeypatch.setattr(limits, "_MOUNT", tmp_path / "mount")
     monkeypatch.setattr(limits, "_MEMBERSHIP", tmp_path / "member")
     return tmp_path / "mount"
@@ -40,7 +43,7 @@ def test_without_limits_the_result_is_none(mount: Path) -> None:
     assert (limits.memory(), limits.cores()) == (None, None)
 
 
-def test_limits_of_a_container_in_cgroups_v2(mount: Path) -> None:
+def test_limits_of_a_container_are_read_from_cgroups_v2(mount: Path) -> None:
     set_membership(mount, "0::/")
     stat = f"anon {GIB}\nfile {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}\nshmem {2 * GIB}"
     write_files(
@@ -79,7 +82,7 @@ def test_the_root_of_a_cgroup_v1_mount_may_be_the_group_of_the_process(mount: Pa
     assert limits.cores() == 2
 
 
-def test_cgroups_v1_without_a_cpu_limit(mount: Path) -> None:
+def test_without_a_cpu_limit_in_cgroups_v1_the_number_of_cores_is_none(mount: Path) -> None:
     set_membership(mount, "4:cpu:/", "0::/")
     write_files(mount / "cpu", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
     assert limits.cores() is None

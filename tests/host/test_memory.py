@@ -1,4 +1,7 @@
-"""Prefaulted memory: ownership, return to the system, and use while a model is loaded; reservations."""
+"""Prefaulted memory: allocation, return to the system, and use while a model is loaded.
+
+Further tests check the estimate of the packed size of a model, and reservations of memory.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ def test_shares_keep_nodes_and_cores_together(machine: Path) -> None:
     assert [share.num_threads for share in divide_processors(3)] == [3, 3, 2]
 
 
-def test_more_workers_than_processors_share_them(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_processors_if_there_are_more_workers_than_processors(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7})
     assert divide_processors(3) == (
         ProcessorShare((3,), 1),

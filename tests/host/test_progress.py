@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
         (io.StringIO, True, False),
     ],
 )
-def test_the_bar_is_drawn_on_a_terminal_only(
+def test_the_generation_bar_is_drawn_on_a_terminal_if_it_is_enabled(
     stream: type[io.StringIO],
     is_enabled: bool,
     is_drawn: bool,
@@ -82,7 +82,7 @@ def test_a_load_advances_the_bar_by_every_byte(tmp_path: Path, monkeypatch: pyte
     assert "loading" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-def test_progress_without_standard_error_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bars_do_not_fail_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with LoadingProgress(1 << 30) as loading, GenerationProgress(1) as generating:
         loading.advance(1)

@@ -1,4 +1,4 @@
-"""Every back end agrees with the reference. The comparison must detect deliberately wrong inputs."""
+"""Every back end except the reference agrees with the reference. Changed inputs fail the comparison."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_layer_norm_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows
 
 def test_layer_norm_of_sum_does_not_round_the_sum(ops: Ops) -> None:
     x, residual = torch.full((1, 64), 256.0), torch.full((1, 64), 0.5)
-    residual[0, ::2] = 0.25  # is lost when it is added to 256 in bfloat16
+    residual[0, ::2] = 0.25  # bfloat16 would round 256.25 and 256.5 to 256
     weight, bias = torch.ones(64), torch.zeros(64)
     inputs = x.bfloat16(), residual.bfloat16(), weight, bias, 1e-12
     expected = torch.where(residual == 0.5, 1.0, -1.0)
@@ -186,8 +186,8 @@ def test_rotary_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, dim: int
         )
 
 
-def test_interleaved_rotary_equals_half_split_rotary_of_reordered_dimensions(ops: Ops) -> None:
-    """Rotating the pairs (2 i, 2 i + 1) equals rotating the pairs (i, i + R / 2) of reordered dimensions."""
+def test_interleaved_rotary_of_reordered_dimensions_equals_half_split_rotary(ops: Ops) -> None:
+    """The interleaved rotary of reordered dimensions equals the reordered result of the half-split rotary."""
     q, k, _ = fused_qkv(9, 4, 2, 40, torch.float32)
     angles = torch.rand(9, 12) * 6
     order = torch.cat([torch.arange(24).view(2, 12).T.flatten(), torch.arange(24, 40)])
@@ -258,7 +258,7 @@ def test_routes_by_scores_agree_with_the_reference(
     assert_same(lambda ops: ops.route(logits, 6, SCORE_ROUTINGS[routing], bias), ops)
 
 
-def test_routes_by_scores_match_their_definition() -> None:
+def test_routes_by_sigmoid_scores_in_groups_agree_with_their_definition() -> None:
     logits, bias = torch.randn(9, 12).double(), torch.randn(12).double() / 5
     routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, groups=4, top_groups=2)
     topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
@@ -346,7 +346,8 @@ def test_row_lookups_and_writes_agree_with_indexing(ops: Ops, dtype: torch.dtype
 def check_invalid_index(ops: Ops, table: Tensor, indices: Tensor, values: Tensor) -> None:
     """Check the results for an index that is out of range, the second of `indices`.
 
-    A lookup returns NaN or 0 for this index. A write changes only the row of the first index.
+    For this index, a lookup returns NaN if the table has floats, else 0. A write changes only the row of the
+    first index.
     """
     for table_rows in (ops.embedding(indices, table), ops.take_rows(table, indices)):
         assert torch.equal(table_rows[0], table[1])
@@ -388,7 +389,7 @@ def layer_with_adapters(
 ) -> tuple[PackedLinear, LoRAInputs]:
     """Return a fused linear layer with adapters on all slices but the middle one.
 
-    Values of the matrices beyond the rank of an adapter are NaN.
+    With ``has_different_ranks``, values of the matrices beyond the rank of an adapter are NaN.
     """
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
@@ -434,13 +435,13 @@ def test_linear_with_adapters_agrees_with_the_reference(
         )
         assert_same(lambda ops, p=packed_weight, a=lora: ops.linear(x, p, lora=a), ops)
         actual, plain_result = ops.linear(x, packed_weight, lora=lora), ops.linear(x, packed_weight)
-        # Rows and slices without an adapter are bit-equal.
+        # Rows and slices without an adapter are bit-equal to the result without adapters.
         assert torch.equal(actual[rows < 0], plain_result[rows < 0])
         assert torch.equal(actual[:, 37:45], plain_result[:, 37:45])
         assert has_different_ranks or (rows < 0).all() or not are_close(actual, plain_result)
 
 
-def test_adapter_matrices_in_another_layout_or_type_are_read(ops: Ops) -> None:
+def test_contiguous_or_float64_adapter_matrices_agree_with_the_reference(ops: Ops) -> None:
     packed_weight, lora = layer_with_adapters(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     contiguous_matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
@@ -515,7 +516,7 @@ def fused_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of sequences of different lengths. Slots of the cache that no query may read are NaN."""
+    """A batch of sequences of different lengths, with the KV cache of one layer."""
 
     kv: LayerKV
     row_offsets: Tensor
@@ -530,6 +531,10 @@ def ragged_batch(
     dtype: torch.dtype,
     window: int | None = None,
 ) -> Batch:
+    """Return a batch with the given (number of queries, length) of each sequence.
+
+    Slots after the last token of a sequence are NaN.
+    """
     rows = torch.tensor([n for n, _ in rows_and_lengths])
     lengths = torch.tensor([length for _, length in rows_and_lengths])
     block_counts = [-(-length // block_size) for length in lengths.tolist()]
@@ -582,7 +587,7 @@ def test_attention_of_every_kind_of_batch_agrees(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_attention_with_every_head_dimension_agrees(
+def test_attention_with_several_head_dimensions_and_block_sizes_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
     batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, dtype)
@@ -665,7 +670,7 @@ def test_attention_over_an_int8_cache_agrees(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
-def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
+def test_attention_over_an_int8_cache_with_several_head_dimensions_agrees(
     ops: Ops, dtype: torch.dtype, dim: int, block_size: int
 ) -> None:
     batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, torch.float32))
@@ -677,7 +682,7 @@ def test_attention_over_an_int8_cache_with_every_head_dimension_agrees(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 77, 600])
 @pytest.mark.parametrize("batch_name", ["decode", "prompt", "several key chunks"])
-def test_attention_over_an_int8_cache_with_all_options_agrees(
+def test_attention_over_an_int8_cache_with_a_window_sinks_and_soft_cap_agrees(
     ops: Ops, dtype: torch.dtype, window: int, batch_name: str
 ) -> None:
     batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS[batch_name], 2, 32, 16, torch.float32, window))
@@ -707,10 +712,10 @@ def test_attention_over_an_fp8_cache_agrees(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_non_finite_queries_keys_and_values_propagate_with_an_int8_cache(
+def test_non_finite_queries_and_nan_keys_and_values_propagate_with_an_int8_cache(
     ops: Ops, dtype: torch.dtype
 ) -> None:
-    """Numbers of an int8 KV cache cannot be NaN, so the scale of a non-finite key or value is NaN."""
+    """An int8 number cannot be NaN, so the scale of a key or value that contains NaN is NaN."""
     batch = to_int8_cache(ragged_batch([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
     q, k, v = fused_qkv(3, 4, 2, 64, dtype)
     for non_finite in (torch.nan, torch.inf):
@@ -882,7 +887,7 @@ def test_rows_that_cannot_be_sampled_get_token_minus_one(
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rules)
     mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
-    mask[1:3, 0] = 1  # a non-finite logit block_counts even if the mask excludes its token
+    mask[1:3, 0] = 1  # NaN and inf make a row invalid even if the mask excludes their token
     mask[1, (vocabulary - 1) // 32] &= 1
     mask[6] = 0
     for allowed_mask, invalid_rows in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):

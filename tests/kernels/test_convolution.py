@@ -117,7 +117,7 @@ def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
-def test_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic_ops: Ops, name: str) -> None:
+def test_conv1d_of_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic_ops: Ops, name: str) -> None:
     fields = dict(CONVOLUTIONS[name])
     packed_weight = deterministic_ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     lengths = [100, 9, 41]

@@ -1,5 +1,4 @@
-"""Deterministic back ends: the result of a row has the same bits in any batch, at any position, and with any
-number of threads."""
+"""In deterministic back ends, the bits of a row do not depend on its batch, its position or the threads."""
 
 from __future__ import annotations
 
@@ -237,7 +236,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "attention": {},  # see `check_attention_rows_are_independent`
     "encoder_attention": {},  # test_encoder_attention.py compares whole sequences
     "sequence_means": {},  # test_activated_linear.py compares whole sequences
-    "short_convolution": {},  # test_recurrent.py compares this and the next operation by sequence
+    "short_convolution": {},  # test_recurrent.py compares whole sequences of this and the next operation
     "gated_delta_rule": {},
     "apply_gate": {
         "": row_case(lambda ops, x, y: ops.apply_gate(x, y, "silu"), (3, 50), (3, 50)),
@@ -274,7 +273,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
         "": row_case(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
     },
     "polar": {"": row_case(lambda ops, x: ops.polar(x, 100.0), (50,))},
-    "conv1d": {},  # test_convolution.py compares this and the next operations by sequence
+    "conv1d": {},  # test_convolution.py compares whole sequences of this and the next three operations
     "conv_transpose1d": {},
     "group_norm": {},
     "overlap_add": {},
@@ -286,7 +285,7 @@ def test_the_cases_name_every_operation() -> None:
 
 
 def check_rows_are_independent(ops: Ops, run: RowOperation) -> None:
-    """Check that the results of random rows in random batches have the bits of the results of all rows."""
+    """Check that rows have the same bits in random batches and alone as in the batch of all rows."""
     all_rows = torch.arange(ROWS)
     full_result = run(ops, all_rows)
 
@@ -311,7 +310,7 @@ def check_rows_are_independent(ops: Ops, run: RowOperation) -> None:
 @pytest.mark.parametrize(
     "case", [f"{name}/{variant}".rstrip("/") for name, cases in CASES.items() for variant in cases]
 )
-def test_rows_of_a_batch_equal_single_rows(ops: Ops, dtype: torch.dtype, case: str) -> None:
+def test_rows_have_the_same_bits_alone_and_in_any_batch(ops: Ops, dtype: torch.dtype, case: str) -> None:
     torch.manual_seed(0)
     name, _, variant = case.partition("/")
     check_rows_are_independent(ops, CASES[name][variant](dtype))
@@ -372,7 +371,7 @@ LENGTH = 1150
 def check_attention_rows_are_independent(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int], **options: object
 ) -> None:
-    """Check that the attention of a sequence has the same bits in random chunks and batches as whole."""
+    """Check that attention has the same bits in random chunks and batches as in one call for the sequence."""
     torch.manual_seed(0)
     # The reference is slow, so the sequence is short. Its bits depend on the block size, so only one is used.
     is_reference = ops.implementations()["attention"] == "reference"
@@ -430,7 +429,7 @@ def test_attention_is_bit_equal_in_any_chunks(ops: Ops, dtype: torch.dtype, opti
 @pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_restore_num_threads")
 @pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80), (5, 1, 40), (8, 1, 64)], ids=str)
-def test_attention_of_other_shapes_is_bit_equal_in_any_chunks(
+def test_attention_of_several_shapes_is_bit_equal_in_any_chunks(
     ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
     check_attention_rows_are_independent(ops, dtype, shape)
@@ -440,7 +439,7 @@ def test_attention_of_other_shapes_is_bit_equal_in_any_chunks(
 
 
 class SplitsSumsOfFewRows(ReferenceOps):
-    """Adds the products of up to 20 rows in another order: as the sum of two halves."""
+    """Computes the product of a batch of up to 20 rows as the sum of two halves, which rounds differently."""
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         if len(x) > 20:

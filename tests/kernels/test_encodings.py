@@ -1,4 +1,4 @@
-"""Each file of the folder defines an encoding, whose record is correct. No other file names the encoding."""
+"""Each file of an encodings folder defines one encoding. Only the files listed below may name encodings."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ NAMES_OF_ELEMENT_TYPES = (
 )
 
 
-def test_no_other_file_names_an_encoding() -> None:
+def test_only_the_listed_files_name_encodings() -> None:
     violations = []
     for file in sorted((ROOT / "penstock").rglob("*.py")):
         path = file.relative_to(ROOT / "penstock").as_posix()

@@ -332,7 +332,7 @@ def test_adapters_on_some_experts_equal_merged_weights(deterministic_ops: Ops) -
     assert not torch.allclose(actual[rows >= 0], plain_result[rows >= 0], atol=1e-3)
 
 
-def test_a_replayed_layer_routes_its_new_inputs_and_adapters_are_refused() -> None:
+def test_a_replayed_layer_routes_new_inputs_and_recording_refuses_adapters() -> None:
     experts, x, router_weight = (
         pack_experts(ReferenceOps(), random_weights(has_bias=True), torch.float32),
         torch.randn(4, HIDDEN),

@@ -43,7 +43,7 @@ def test_writes_to_the_kv_cache_are_copied_back() -> None:
     assert kv.scales[:, 1, 0, 1].all()
 
 
-def test_experts_are_copied_to_the_device() -> None:
+def test_results_of_experts_on_a_device_equal_the_reference() -> None:
     pack = ReferenceOps().pack_linear
     experts = PackedExperts((pack(torch.randn(12, 8), "float32"),), (pack(torch.randn(8, 6), "int4"),))
     arguments = torch.randn(3, 8), experts, torch.ones(3, 1), torch.zeros(3, 1).long()

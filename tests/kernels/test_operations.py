@@ -103,7 +103,7 @@ def test_a_weight_missing_from_the_signature_is_refused() -> None:
             return x
 
 
-def test_the_c_declarations_come_from_the_table() -> None:
+def test_all_c_declarations_but_three_come_from_the_table() -> None:
     declared_functions = {
         name: function for row in OPERATIONS.values() for name, function in row.functions.items()
     }
@@ -113,7 +113,7 @@ def test_the_c_declarations_come_from_the_table() -> None:
     )
 
 
-def test_loaded_kernels_are_attributes_and_other_names_raise() -> None:
+def test_loaded_kernels_are_attributes_and_names_without_a_kernel_raise() -> None:
     kernels = Kernels("none", {"blend": lambda *numbers: len(numbers), "long_blend": lambda: 0})
     assert kernels.blend(1, 2) == 2
     with pytest.raises(AttributeError):

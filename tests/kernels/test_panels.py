@@ -59,7 +59,7 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @settings(max_examples=num_examples(25))
 @given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
-def test_panels_unpack_to_the_same_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
+def test_panels_unpack_to_their_packed_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)
     rows = random_rows(encoding, outputs, inputs)
     panels = panel_layout(encoding).to_panels(rows)

@@ -44,7 +44,7 @@ class DeltaRule:
         self.gates = [(2 * torch.randn(n, 2 * self.heads + 3)).to(dtype)[:, 1:-2] for n in lengths]
 
     def new_states(self) -> LayerState:
-        """Return states with other content, which new sequences must ignore."""
+        """Return states filled with 7. New sequences must ignore this content."""
         return LayerState(
             torch.full((NUM_STATES, 3, self.channels), 7.0, dtype=self.dtype),
             torch.full((NUM_STATES, self.heads, self.key_dim, self.value_dim), 7.0),
@@ -116,7 +116,7 @@ def test_a_sequence_continues_from_a_saved_state_with_equal_bits(
     saves = [
         [2, 5, 16, 6],
         [0, 0, 9, 3],
-    ]  # (rows, index) twice for each sequence
+    ]  # for each sequence, two pairs (number of rows, index of the saved state)
     case.run(ops, state, [(0, 0, 18), (1, 0, 9)], [0, 1], saves)
     for count, index in ((2, 5), (16, 6)):
         (rows,) = case.run(ops, state, [(0, count, 21)], [index])

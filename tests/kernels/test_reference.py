@@ -157,7 +157,7 @@ def test_attention_over_an_int8_cache_is_close_to_exact_attention() -> None:
 
 @pytest.mark.parametrize("fixed_scale", [None, 4 / 448])
 def test_attention_over_an_fp8_cache_is_close_to_exact_attention(fixed_scale: float | None) -> None:
-    """The error of a stored number is at most 2**-4 of its magnitude, or at most 2**-10 of its scale."""
+    """The error of a stored number is at most 2**-4 of its magnitude or 2**-10 of its scale (the larger)."""
     exact_kv, _ = paged_cache([70], 2, 16)
     rounded_kv, _ = paged_cache([70], 2, 16, is_fp8=True, fixed_scale=fixed_scale)
     assert rounded_kv.scales is not None
@@ -184,7 +184,7 @@ def test_values_beyond_448_times_a_fixed_scale_are_clipped() -> None:
     assert (result[exact_kv.cache[is_written] > 1] == 1).all()
 
 
-def test_norms_equal_numpy() -> None:
+def test_rms_norms_equal_numpy() -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, 5, 12, generator=generator)
     weight = torch.randn(12, generator=generator)
@@ -224,7 +224,7 @@ def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 20])
-def test_linear_with_bias_and_adapters_equals_merged_weights(rows: int) -> None:
+def test_linear_with_bias_and_adapters_equals_torch(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
     packed_weight = pack_linear(

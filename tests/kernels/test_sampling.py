@@ -71,7 +71,7 @@ def test_greedy_sampling_takes_the_first_of_equal_logits(ops: Ops) -> None:
 
 @pytest.mark.parametrize("top_k", [30, 2000, 6000, 15_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16 has many equal logits
-def test_a_large_top_k_equals_the_reference(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
+def test_small_and_large_top_k_equal_the_reference(ops: Ops, top_k: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(3, 20_000)).to(dtype)
     uniforms = (0.0, 0.999, 1 - 2**-53)
     sample_and_compare(ops, logits, make_rules([{"top_k": top_k, "temperature": 9.0}] * 3, uniforms))

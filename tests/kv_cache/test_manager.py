@@ -1,4 +1,4 @@
-"""`KVCacheManager`: claims, reservations, shared prefixes, windows, forks, rollbacks, inputs."""
+"""`KVCacheManager`: claims, reservations, shared prefixes, windows, key limits, forks, rollbacks, inputs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_blocks_of_generated_tokens_are_shared() -> None:
         ({}, {"enable_prefix_caching": False}),
     ],
 )
-def test_another_salt_adapter_or_hash_or_an_echo_or_disabled_caching_prevents_sharing(
+def test_a_different_salt_adapter_or_hash_or_an_echo_or_disabled_caching_prevents_sharing(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     manager, first_context = kv_manager(9, **options), text_context(PROMPT)
@@ -307,8 +307,8 @@ def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
         manager.release(shorter_context)
 
 
-# -- Regimes: ranges of sequence lengths. Keys of one regime are invalid in another.
-# --------------------------
+# -- Regimes ------------------------------------------------------------------------------------------
+# A regime is a range of sequence lengths. The keys of one regime are invalid in every other regime.
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_length_determines_the_regime_and_the_steps_left(
 
 
 @pytest.mark.parametrize("limits", [(8, 4), (4, 4), (0,), (-1, 5)])
-def test_limits_must_be_positive_and_ascending(limits: tuple[int, ...]) -> None:
+def test_key_limits_must_be_positive_and_ascending(limits: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"key_limits: must ascend from 1 on"):
         kv_spec(None, key_limits=limits)
 
@@ -419,7 +419,7 @@ def test_a_fork_without_free_blocks_changes_nothing() -> None:
     manager.check_integrity()
 
 
-def test_a_fork_with_other_tokens_is_refused() -> None:
+def test_a_fork_with_tokens_that_differ_from_the_parent_is_refused() -> None:
     manager = kv_manager(8)
     parent, child = text_context(PROMPT), text_context(PROMPT[::-1])
     run_one_step(manager, parent, 50)
@@ -701,7 +701,7 @@ def test_an_int8_cache_has_its_scales_in_the_inputs() -> None:
 # -- check_integrity ----------------------------------------------------------------------------------
 
 
-def test_check_integrity_reports_a_lost_reference() -> None:
+def test_check_integrity_reports_a_surplus_reference() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)

@@ -171,7 +171,7 @@ class Operations(RuleBasedStateMachine):
         return True
 
     def check_written_blocks(self, batch: list[TextContext]) -> None:
-        """Check that no row is written into a block of another context, or into a registered block."""
+        """Check tables and slots. No token is written into a registered block or another context's block."""
         inputs = self.manager.inputs(batch)
         offsets = np.cumsum([0, *(context.active_length for context in batch)])
         assert inputs.lengths.tolist() == [context.active_idx for context in batch]

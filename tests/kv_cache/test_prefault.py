@@ -53,12 +53,12 @@ def is_populated(manager: KVCacheManager, layer: int, first: int, end: int) -> b
 
 
 def has_populated_later_blocks(manager: KVCacheManager) -> bool:
-    """Return whether any of the blocks 250 to 299 is allocated."""
+    """Return whether any page of the blocks 250 to 299 of layer 0 is allocated."""
     return any(any(are_resident(part[250:300])) for part in manager.storage.caches[0])
 
 
 def use_blocks(manager: KVCacheManager, count: int, token: int = 1) -> TextContext:
-    """Return a context that holds ``count`` blocks of each layer without a window."""
+    """Return a context that holds ``count`` blocks of each group."""
     context = text_context([token] * (BLOCK_SIZE * count))
     manager.claim(context)
     manager.reserve(context)
@@ -84,7 +84,9 @@ def test_pages_of_the_next_blocks_are_allocated_layer_by_layer(manager: KVCacheM
     assert not manager.prefault_next()
 
 
-def test_more_pages_are_allocated_when_half_of_the_blocks_are_used(manager: KVCacheManager) -> None:
+def test_more_pages_are_allocated_when_half_of_the_prefaulted_blocks_are_used(
+    manager: KVCacheManager,
+) -> None:
     populate_all(manager)
     use_blocks(manager, NUM_AHEAD // 2 - 1)
     assert populate_all(manager) == 0

@@ -25,7 +25,7 @@ def make_local_processor(checkpoint: Path, *_: object) -> LocalProcessor:
     return LocalProcessor(checkpoint)
 
 
-async def test_outputs_equal_llm_and_images_are_checked(
+async def test_outputs_equal_those_of_llm_and_invalid_images_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media_tokenizer, "ProcessorPool", make_local_processor)

@@ -103,7 +103,7 @@ def test_beams_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_beams_of_other_models_equal_transformers(seed: int, tmp_path: Path) -> None:
+def test_beams_of_models_with_two_end_tokens_equal_those_of_transformers(seed: int, tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path, seed=20 + seed, eos_token_id=[EOS, 10 + seed])
     reference = load_in_transformers(folder)
     options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
@@ -179,7 +179,7 @@ def test_small_step_limits_give_the_same_beams(model: Path, llm: LLM) -> None:
         small_llm.pipeline.kv.check_integrity()
 
 
-def test_prompts_that_do_not_fit_together_have_equal_beams_and_too_many_beams_fail(
+def test_prompts_that_exceed_the_cache_together_give_the_same_beams_and_too_many_beams_fail(
     model: Path, llm: LLM
 ) -> None:
     options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
@@ -234,7 +234,7 @@ def test_numpy_numbers_are_accepted_as_options() -> None:
     )
 
 
-def test_the_error_of_an_empty_prompt_has_its_number(llm: LLM) -> None:
+def test_the_error_of_an_empty_prompt_has_the_number_of_the_prompt(llm: LLM) -> None:
     with pytest.raises(InputError, match="the prompt is empty") as caught:
         llm.beam_search(["Hello", ""])
     assert caught.value.__notes__ == ["in prompt 2 of 2"]

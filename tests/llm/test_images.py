@@ -120,7 +120,7 @@ def test_an_image_is_encoded_only_once(folder: Path) -> None:
         assert count_encodings(llm)[0] == counts_before[0] + 1
 
 
-def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
+def test_prompts_with_different_images_do_not_share_cached_prefixes(llm: LLM) -> None:
     prompt = "<image>" + "the same text after it " * 2
     outputs = [generate_tokens(llm, prompt, random_picture(seed)) for seed in (10, 11, 10)]
     assert outputs[0] == outputs[2]
@@ -136,7 +136,9 @@ def test_prefixes_with_other_images_are_not_shared(llm: LLM) -> None:
     ],
     ids=["chunks", "no caches", "preemption"],
 )
-def test_texts_are_equal_in_every_schedule(llm: LLM, folder: Path, config: dict[str, Any]) -> None:
+def test_texts_do_not_depend_on_chunks_caches_or_preemption(
+    llm: LLM, folder: Path, config: dict[str, Any]
+) -> None:
     prompts = [f"{index} <image> x <image> y" for index in range(4)]
     images = [[random_picture(20 + index), random_picture(21 + index)] for index in range(4)]
     params = SamplingParams(max_new_tokens=40, top_k=1, ignore_eos=True)

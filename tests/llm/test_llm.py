@@ -406,7 +406,7 @@ def test_an_error_with_an_open_stream_is_not_hidden(model: Path) -> None:
             1 / 0  # noqa: B018
 
 
-def test_settings_are_passed_by_flat_names(model: Path) -> None:
+def test_settings_are_passed_by_name_and_unknown_names_are_refused(model: Path) -> None:
     with LLM(str(model), max_length=40, max_batch_size=3) as llm:
         assert llm.pipeline.memory_plan.max_length == 40
         assert llm.pipeline.memory_plan.max_batch_size == 3

@@ -348,7 +348,9 @@ def test_token_rules_are_followed(llm: LLM) -> None:
         ({"allowed_token_ids": [256], "min_new_tokens": 2}, "each of the 1 tokens of allowed_token_ids"),
     ],
 )
-def test_contradictory_token_rules_are_refused(rules: dict[str, Any], message: str, llm: LLM) -> None:
+def test_invalid_and_contradictory_token_rules_are_refused(
+    rules: dict[str, Any], message: str, llm: LLM
+) -> None:
     with pytest.raises(InputError, match=message):
         llm.generate("Hello", SamplingParams(**rules))
 
@@ -368,7 +370,7 @@ def test_a_response_format_constrains_the_output(llm: LLM) -> None:
 
 
 def test_waiting_for_a_grammar_sleeps_between_checks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar of the context is ready only after several checks."""
+    """The fake check reports the grammar as ready only after five sleeps."""
     checks: list[str] = []
     sleeps: list[float] = []
 

@@ -1,4 +1,4 @@
-"""`LLM.speak` and `LLM.stream_speech`, with a random Llama and a fake codec."""
+"""`LLM.speak` and `LLM.stream_speech`, with a Llama of random weights and a fake codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM.chat` with two images for each vision family: the output equals that of transformers."""
+"""`LLM.chat` with two images for six vision families: the output equals that of transformers."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[int, str], str]] = {
         "<|vision_start|><|image_pad|><|vision_end|>",
     ),
 }
-"""The image processor, its settings, the special tokens, and the text of an image in the chat template."""
+"""Family -> (image processor, its settings, special tokens by id, text of an image in the chat template)."""
 
 
 def write_family(folder: Path, name: str) -> Any:
-    """Write a checkpoint whose tokens are characters, and return its model."""
+    """Write a checkpoint whose tokens are characters and special tokens. Return its transformers model."""
     (architecture,) = (candidate for candidate in PIPELINE_REGISTRY.architectures if candidate.name == name)
     changes = LONG_CONTEXT | ({"mm_tokens_per_image": 16} if name == "gemma3" else {})
     model = save_vision_model(architecture, folder, **changes)

@@ -1,4 +1,4 @@
-"""Logits with adapters and module patterns equal those of PEFT, on small random models."""
+"""Logits with adapters, and the layers that module patterns select, equal those of PEFT."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_adapters_apply_to_quantized_layers_and_heads(is_head_tied: bool, tmp_pa
 
 
 @pytest.mark.parametrize("stored_dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_adapters_stored_in_other_types_equal_peft(
+def test_logits_of_adapters_stored_in_16_and_64_bit_floats_equal_peft(
     checkpoint: Path, stored_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
@@ -106,7 +106,7 @@ def test_tensor_names_with_the_name_of_the_adapter_are_read(checkpoint: Path, tm
     assert torch.equal(compute_adapted_logits(checkpoint, adapter), expected)
 
 
-def test_bfloat16_logits_are_close(checkpoint: Path, tmp_path: Path) -> None:
+def test_bfloat16_logits_with_an_adapter_are_close_to_float32(checkpoint: Path, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)
     exact_logits = compute_adapted_logits(checkpoint, adapter)
     rounded_logits = compute_adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
@@ -141,7 +141,7 @@ PATTERNS = st.sampled_from(
     alphas=st.dictionaries(PATTERNS, st.integers(1, 99), max_size=3),
     rslora=st.booleans(),
 )
-def test_module_patterns_match_the_same_modules_as_peft(
+def test_targets_ranks_and_scales_of_modules_equal_those_of_peft(
     checkpoint: Path, tmp_path: Path, **values: Any
 ) -> None:
     targets, layers = values["targets"], values["layers"]

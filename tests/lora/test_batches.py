@@ -76,7 +76,7 @@ def test_a_mixed_batch_is_bit_equal_to_single_requests(
         assert torch.equal(actual, expected)
 
 
-def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
+def test_a_mixed_batch_without_deterministic_is_close_to_single_requests_and_peft(
     open_adapted: Callable[..., TextGenerationPipeline],
     checkpoint: Path,
     adapters: dict[str, Path],
@@ -94,7 +94,7 @@ def test_a_mixed_batch_on_the_cpu_kernels_is_close_to_single_requests(
 def test_rows_without_an_adapter_are_bit_equal_to_the_base_model(
     open_adapted: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
-    """Checks the C++ kernels. Both pipelines multiply the same number of rows, so results are bit-equal."""
+    """The two pipelines multiply equally many rows in a step, so their results are bit-equal."""
     plain_pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
     adapted_pipeline = open_adapted(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
@@ -316,6 +316,9 @@ def test_the_comparison_detects_a_mutation(
     actual = step_logits(pipeline, batch)[1]
     expected = peft_logits(checkpoint, adapters["some"], PROMPT)
     assert float((actual - expected).abs().max()) > 0.01
+
+
+# -- Eviction of adapters --------------------------------------------------------------------------------
 
 
 def test_the_slot_of_the_least_recently_used_adapter_is_reused(

@@ -1,4 +1,4 @@
-"""Compiled steps with adapters: bit equality with eager steps, also after the slots change, and kernels."""
+"""Compiled steps with LoRA adapters are bit-equal to eager steps, also after the slots change."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_replayed_wide_layers_are_bit_equal_to_eager_layers(tmp_path: Path) -> None:
-    """Two threads divide the LoRA ranks and outputs, for few and many rows. Eager steps use one thread."""
+    """In compiled steps, two threads divide the LoRA ranks and outputs. Eager steps use one thread."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
     checkpoint = write_checkpoint(tmp_path / "base", tiny_config() | sizes)
     adapters = {
@@ -185,7 +185,7 @@ def test_text_of_a_compiled_batch_equals_text_of_single_eager_requests(
 
 
 def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapters: dict[str, Path]) -> None:
-    """The compiled step contains no adapter kernels, before and after steps with adapters."""
+    """Its compiled step has as many kernels as in a pipeline that loads no adapters."""
     statuses = []
     for loaded_adapters in ({}, adapters):
         recorder = Recorder(
@@ -204,7 +204,7 @@ def test_a_batch_without_adapters_has_no_adapter_kernels(checkpoint: Path, adapt
     assert kernel_counts[1] > kernel_counts[0], "a step with adapters has more kernels"
 
 
-def test_replays_are_bit_equal_after_an_adapter_on_more_layers(
+def test_replays_are_bit_equal_after_the_use_of_an_adapter_with_more_layers(
     checkpoint: Path, adapters: dict[str, Path]
 ) -> None:
     """Steps that were compiled with the adapter ``some`` lack kernels for the other layers of ``all``."""

@@ -129,7 +129,7 @@ def test_inputs_hold_only_layers_with_adapters(
 def test_the_memory_of_a_layer_is_never_moved(
     make_manager: Callable[..., LoRAManager], tmp_path: Path
 ) -> None:
-    """Recorded steps contain the addresses. New layers get new memory, and slots are changed in place."""
+    """Compiled steps contain the addresses of the matrices, so loading an adapter must not move them."""
     manager = make_manager(3, max_loras=1)
     manager.load("k", str(write_constant_adapter(tmp_path / "k", 3.0, "m.k_proj", 4)))
     addresses: list[dict[str, list[int]]] = []
@@ -300,7 +300,9 @@ def test_requests_are_ready_only_while_a_slot_is_free(make_manager: Callable[...
     assert not manager.ready(a)
 
 
-def test_old_and_new_content_use_two_slots(make_manager: Callable[..., LoRAManager], tmp_path: Path) -> None:
+def test_old_and_new_content_of_an_adapter_use_two_slots(
+    make_manager: Callable[..., LoRAManager], tmp_path: Path
+) -> None:
     manager = make_manager(1, max_loras=1)
     earlier_context, later_context = make_adapted_context("a"), make_adapted_context("a")
     assert manager.ready(earlier_context)

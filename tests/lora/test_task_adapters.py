@@ -44,7 +44,7 @@ def merged_embeddings(
 
 
 @pytest.mark.parametrize("task", [None, *TASKS])
-def test_vectors_of_each_task_equal_merged_weights(
+def test_vectors_of_each_task_equal_those_of_merged_weights(
     jina: JinaV3, llm: LLM, task: str | None, tmp_path: Path
 ) -> None:
     expected = merged_embeddings(jina, llm, task, tmp_path / "merged", INSTRUCTIONS.get(task or "", ""))

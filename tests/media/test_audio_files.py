@@ -71,7 +71,7 @@ def test_compressed_formats_can_be_read_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 1700, 4096, 4608, RATE])
 def test_flac_in_chunks_has_all_samples(size: int) -> None:
-    """The header of a FLAC file contains the length of the file, so all bytes are returned at the end."""
+    """The header of a FLAC file contains the number of samples, so all bytes are returned at the end."""
     soundfile = pytest.importorskip("soundfile")
     tone = TONE[: 5000 if size == 1 else RATE]
     encoder = AudioEncoder("flac", RATE)

@@ -109,7 +109,9 @@ def test_public_addresses_are_allowed() -> None:
     "127.1 2130706433 0x7f000001 0x7f.1 0177.0.0.1 [::1] [::ffff:127.0.0.1] [::ffff:7f00:1] "
     "[0:0:0:0:0:0:0:1] 0 0.0.0.0 [::] 169.254.169.254 10.0.0.1 [fec0::1]".split(),
 )
-def test_other_notations_of_private_addresses_are_refused(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notations_of_addresses_that_are_not_public_are_refused(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def numeric(host: str, port: int, **_: Any) -> list[Any]:
         return _socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)
 
@@ -136,7 +138,7 @@ def test_other_notations_of_private_addresses_are_refused(host: str, monkeypatch
         "hTTp://localhost/",
     ],
 )
-def test_malformed_urls_and_urls_that_hide_their_host_are_refused(url: str) -> None:
+def test_malformed_misleading_and_local_urls_are_refused(url: str) -> None:
     with pytest.raises(InputError):
         ImageSources(1000, 10, allow_urls=True).read(url)
 
@@ -182,7 +184,7 @@ class FakeImageHandler(BaseHTTPRequestHandler):
             self.wfile.write(IMAGE_BYTES + self.headers["Host"].encode())
 
     def _send_endless_response(self, response_name: str) -> None:
-        """Send a response that never ends, until the client closes the connection."""
+        """Send bytes until the client closes the connection."""
         first_bytes, repeated_bytes = ENDLESS_RESPONSES[response_name]
         with suppress(OSError):
             self.wfile.write(first_bytes)

@@ -105,7 +105,7 @@ def max_blocks_used(group: KVGroup, config: PipelineConfig, length: int, rows: i
 
 
 def assert_usable(plan: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
-    """Check that the cache can hold one whole sequence, and one block for each sequence of the batch."""
+    """Check that one sequence of maximum length fits, and that a full batch can have a block per sequence."""
     rows = plan.max_batch_input_tokens if config.enable_chunked_prefill else plan.max_length
     for group, count in zip(spec.groups, plan.num_blocks, strict=True):
         assert count - 1 >= max_blocks_used(group, config, plan.max_length, rows)
@@ -156,7 +156,7 @@ def test_configured_sizes_are_kept_and_others_do_not_exceed_the_defaults(
     free=st.integers(300_000, 3_000_000),
     extra_memory=st.integers(0, 1_000_000),
 )
-def test_more_memory_never_gives_a_smaller_plan(
+def test_more_memory_never_reduces_the_length_or_the_step_size(
     config: PipelineConfig,
     spec: KVCacheSpec,
     length: int,
@@ -262,7 +262,7 @@ def test_with_enough_memory_all_windows_fit_with_a_full_step(
     assert plan.num_blocks[0] - 1 >= used_blocks
 
 
-def test_blocks_unused_by_a_windowed_group_go_to_the_full_group() -> None:
+def test_a_windowed_group_has_fewer_blocks_than_a_full_group() -> None:
     plan = make_plan(
         replace(make_config(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9
     )
@@ -292,7 +292,7 @@ def test_a_model_without_a_cache_needs_no_blocks() -> None:
 
 
 def test_the_step_size_is_reduced_before_the_length() -> None:
-    full_sequence_bytes = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens
+    full_sequence_bytes = 33 * BYTES_PER_BLOCK  # one sequence of 1000 tokens, plus the null block
     config = replace(make_config(), max_batch_input_tokens=4096)
     plan = make_plan(config, activations=4096, weights=50, free=full_sequence_bytes + 50 + 1500)
     assert (plan.max_batch_input_tokens, plan.activation_size, plan.max_length) == (1024, 1024, 1000)
@@ -300,7 +300,7 @@ def test_the_step_size_is_reduced_before_the_length() -> None:
     assert (plan.max_batch_input_tokens, plan.activation_size, plan.max_length) == (512, 512, 96)
 
 
-def test_the_step_size_shrinks_as_a_last_resort() -> None:
+def test_the_step_size_is_reduced_below_512_if_the_model_does_not_fit_otherwise() -> None:
     size = DEFAULT_STEP_SIZE * 100
     plan = make_plan(activations=size, length=32, free=64 * 100 + 2 * BYTES_PER_BLOCK)
     assert (plan.max_batch_input_tokens, plan.max_length) == (64, 32)

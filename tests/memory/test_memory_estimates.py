@@ -71,7 +71,7 @@ def test_the_size_of_the_loaded_weights_is_estimated(
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_the_estimate_is_the_size_in_the_layout_of_the_back_end(kernels: str) -> None:
+def test_the_estimate_equals_the_size_of_the_weights_in_the_back_end(kernels: str) -> None:
     """With "int4", a weight of the demo model has 5 bits in the C++ kernels, and 8 in the reference."""
     pipeline = open_pipeline(
         Path(penstock.__file__).parent / "demo", kernels=kernels, quantization_encoding="int4", num_threads=1
@@ -112,7 +112,7 @@ def test_the_memory_of_adapters_is_estimated(
     assert estimate_adapters_size(config) == 3 * 5 * widths * size
 
 
-def test_a_family_with_other_tensor_names_is_estimated(tmp_path: Path) -> None:
+def test_the_memory_of_a_family_with_its_own_tensor_names_is_estimated(tmp_path: Path) -> None:
     """The embedding table, head, value projection and router are recognized by the family's own names."""
     from safetensors.torch import save_file
     from torch import ones

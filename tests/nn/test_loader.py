@@ -54,7 +54,7 @@ class QuantizedTensors(FloatTensors):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         encoding = self.quantized[name]
         rows = ENCODINGS[encoding].pack(self.tensors[name])
-        # Packing computes other scales, so a test detects whether the loader has packed the weight again.
+        # Packing does not double the scales, so a test detects whether the loader packs the weight again.
         return encoding, rows | {"scales": 2 * rows["scales"]}
 
     def rows(
@@ -94,7 +94,7 @@ def test_small_layers_are_stored_in_more_bits(encoding: str, shape: tuple[int, i
     assert ENCODINGS[encoding].for_layer("linear", *shape) == expected
 
 
-def test_an_expert_is_small_only_if_both_dimensions_are_small() -> None:
+def test_an_expert_uses_int5_only_if_both_dimensions_are_small() -> None:
     """A model with many narrow experts is large, so its experts are stored in 4 bits."""
     sizes = {(768, 2048): "int4", (2048, 768): "int4", (1024, 2047): "int5", (63, 4096): "int8"}
     encodings = {size: ENCODINGS["int4"].for_layer("expert", *size) for size in sizes}
@@ -110,7 +110,7 @@ def test_the_head_of_quantized_models_is_int8_except_in_int5() -> None:
     assert all(head == encoding for encoding, head in heads.items())
 
 
-def test_values_are_int8_in_int4_models_unless_they_are_stored_in_int4() -> None:
+def test_value_projections_are_int8_in_int4_models_unless_they_are_stored_in_int4() -> None:
     tensors = {"x.v_proj.weight": random_tensor(64, 96)}
     value_encodings = {
         encoding: load(QuantizedTensors(tensors), encoding, BACK_ENDS["best"]).has_separate_values(
@@ -158,7 +158,7 @@ def test_fused_parts_are_packed_like_the_whole_matrix(
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_every_float_type_are_loaded(back_end: str, dtype: torch.dtype) -> None:
+def test_float16_bfloat16_and_float64_weights_are_loaded(back_end: str, dtype: torch.dtype) -> None:
     weight = random_tensor(70, 96).to(dtype)
     for encoding in ("float32", "bfloat16", "int8", "int4"):
         packed_weight = (
@@ -268,7 +268,7 @@ def test_memory_mapped_floats_are_packed_at_first_use_if_the_encoding_packs_lazi
 
 
 @needs_kernels
-def test_other_weights_are_packed_at_once() -> None:
+def test_weights_are_packed_at_once_if_not_memory_mapped_or_without_lazy_loading() -> None:
     source = QuantizedTensors(
         {
             "widened.weight": random_tensor(64, 80),

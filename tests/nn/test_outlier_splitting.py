@@ -1,4 +1,4 @@
-"""Repeated inputs of feed-forward layers with large weights."""
+"""Large weights of feed-forward layers are divided among repeated inputs, to reduce the int8 error."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def run_layers(layers: Any, is_gated: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_layer_computes_the_function_of_the_unsplit_layer(
+    is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source: Any = EncodedTensors(make_tensors(is_gated))
     names = ("gate", "up")[not is_gated :]
     monkeypatch.setattr(type(ENCODINGS["float32"]), "max_repeated_inputs", 4)
@@ -114,7 +116,7 @@ def test_a_split_layer_computes_the_same_function(is_gated: bool, monkeypatch: p
     torch.testing.assert_close(run_layers(layers, is_gated), expected, atol=2e-4, rtol=0)
 
 
-def test_layers_of_fixed_size_or_other_encodings_are_not_split() -> None:
+def test_layers_of_fixed_size_bfloat16_layers_and_stored_int8_layers_are_not_split() -> None:
     source: Any = EncodedTensors(make_tensors(is_gated=False))
     assert load_split_layer(source, is_gated=False) is not None
     other_options: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Every RoPE type against transformers, through a whole Llama network, and refused parameters."""
+"""RoPE types give the logits of transformers in a Llama network, and invalid parameters are refused."""
 
 from __future__ import annotations
 

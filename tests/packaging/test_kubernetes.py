@@ -33,7 +33,7 @@ def server_container() -> dict[str, Any]:
     return container
 
 
-def test_the_kustomization_lists_all_manifests() -> None:
+def test_the_kustomization_lists_all_manifests_except_the_ray_service() -> None:
     listed_names = {name.removesuffix(".yaml") for name in MANIFESTS["kustomization"]["resources"]}
     assert listed_names == MANIFESTS.keys() - NOT_IN_KUSTOMIZATION
 
@@ -48,7 +48,7 @@ def test_manifests_follow_the_kubernetes_schema(name: str) -> None:
         validator.validate(invalid_manifest, version, strict=True)
 
 
-def test_the_flags_of_the_container_are_server_flags() -> None:
+def test_the_flags_of_the_container_are_server_flags_and_shutdown_fits_the_grace_period() -> None:
     known_names = {flag: option for option in command.params for flag in option.opts}
     args = server_container()["args"]
     flags = [arg for arg in args if arg.startswith("--")]
@@ -88,7 +88,7 @@ def test_ports_users_and_selectors_agree() -> None:
     assert "penstock" not in MANIFESTS["service"]["metadata"]["name"]
 
 
-def test_the_autoscaler_reads_a_gauge_of_the_server() -> None:
+def test_the_autoscaler_scales_the_deployment_by_an_engine_metric() -> None:
     spec = MANIFESTS["hpa"]["spec"]
     assert spec["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
     (metric,) = spec["metrics"]
@@ -120,7 +120,7 @@ def test_pod_templates_of_the_ray_cluster_follow_the_schema(name: str) -> None:
         validator.validate(invalid_manifest, validator.latest_version(), strict=True)
 
 
-def test_the_arguments_of_the_ray_application_are_settings() -> None:
+def test_the_arguments_of_the_ray_application_are_settings_that_fit_the_worker_pods() -> None:
     module, _, function = APPLICATION["import_path"].partition(":")
     assert function in import_module(module).__all__
     fields = [*config_fields(), *serve_fields(), *ray_fields()]

@@ -142,7 +142,7 @@ def test_files_copied_into_the_image_exist_and_are_not_ignored() -> None:
         assert f"!{source}" in dockerignore_lines, f"{source} is excluded by .dockerignore"
 
 
-def test_the_image_starts_a_server_as_penstock_and_probes_an_existing_route() -> None:
+def test_the_image_starts_a_server_as_user_penstock_and_probes_an_existing_route() -> None:
     command = re.findall(r'"([^"]*)"', DOCKERFILE[DOCKERFILE.index("ENTRYPOINT") :])
     result = CliRunner().invoke(cli, [*command[1:], "--print-config"])
     assert result.exit_code == 0, result.stderr
@@ -155,7 +155,7 @@ def test_the_image_starts_a_server_as_penstock_and_probes_an_existing_route() ->
     assert re.findall(r"^USER (.*)$", DOCKERFILE, flags=re.MULTILINE) == ["penstock"]
 
 
-def test_both_stages_start_from_the_same_image() -> None:
+def test_both_stages_of_the_dockerfile_start_from_the_same_image() -> None:
     base_images = re.findall(r"^FROM (\S+)", DOCKERFILE, flags=re.MULTILINE)
     assert base_images == ["$BASE", "$BASE"]
     assert "ARG BASE=python:" in DOCKERFILE[: DOCKERFILE.index("FROM $BASE")]

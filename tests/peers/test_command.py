@@ -42,7 +42,9 @@ def run_command(*words: str | Path) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
-def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: Path, tmp_path: Path) -> None:
+def test_checkpoint_has_the_settings_that_peers_require_and_is_written_once(
+    shape: Path, tmp_path: Path
+) -> None:
     folder = checkpoint(str(shape), tmp_path / "checkpoints")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

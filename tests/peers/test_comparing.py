@@ -65,7 +65,7 @@ def test_each_figure_of_each_workload_has_a_row(engines: Comparison, tmp_path: P
     assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
     assert set(actual["versions"]) == {"penstock", "peer"}
     json.dumps(actual)
-    # Two engines stay loaded, and each cold run starts another engine. Each engine has a log file.
+    # Two engines stay loaded, and each run of cold and memory starts another engine with its own log file.
     assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3
 
 

@@ -1,4 +1,4 @@
-"""Logits of deterministic pipelines are bit-equal, for all instruction sets and deterministic encodings."""
+"""Logits of deterministic pipelines are bit-equal for any schedule, in each instruction set and encoding."""
 
 from __future__ import annotations
 

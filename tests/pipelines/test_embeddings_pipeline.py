@@ -1,4 +1,4 @@
-"""`EmbeddingsPipeline` and its scheduler."""
+"""`EmbeddingsPipeline` alone and in a scheduler: outputs, options, refused requests, adapters."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
     return folder
 
 
-def test_outputs_with_an_adapter_equal_merged_weights(
+def test_outputs_with_an_adapter_equal_those_with_merged_weights(
     folder: Path, pipeline: EmbeddingsPipeline, tmp_path: Path
 ) -> None:
     adapter = write_tiny_adapter(tmp_path / "adapter", seed=3)

@@ -1,4 +1,4 @@
-"""`EncoderCache`: cached rows are copies, so `num_bytes` counts all memory in use."""
+"""`EncoderCache`: cached rows do not reference a larger tensor, so `num_bytes` counts all memory in use."""
 
 from __future__ import annotations
 

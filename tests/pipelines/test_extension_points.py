@@ -130,7 +130,7 @@ def is_transposed(name: str) -> bool:
 @pytest.mark.parametrize(
     "selected", [slice(None), slice(1)], ids=["all linear layers", "one slice of a fused linear"]
 )
-def test_an_adapter_equals_its_merged_weights(
+def test_an_adapter_gives_the_logits_of_its_merged_weights(
     checkpoint: Path, pipeline: TextGenerationPipeline, selected: slice, tmp_path: Path
 ) -> None:
     manager = FakeLoRAManager(checkpoint, linear_names(checkpoint)[selected])
@@ -162,7 +162,7 @@ def test_an_adapter_applies_over_several_steps_and_separates_the_cache(checkpoin
         assert context.num_cached_tokens == 16, "only blocks of the same adapter are reused"
 
 
-def test_an_adapter_on_an_int8_model_does_not_change_other_rows(checkpoint: Path) -> None:
+def test_an_adapter_on_an_int8_model_does_not_change_rows_without_an_adapter(checkpoint: Path) -> None:
     manager = FakeLoRAManager(checkpoint, linear_names(checkpoint))
     options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
     adapted_pipeline = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)

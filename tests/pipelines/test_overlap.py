@@ -75,7 +75,7 @@ def common_values(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 def pipelines(
     common_values: dict[str, Any], queues: list[LazyQueue]
 ) -> Iterator[dict[str, TextGenerationPipeline]]:
-    """Return pipelines of the same model with synchronous and with overlapped steps."""
+    """Return two pipelines of one model: "cpu" runs synchronous steps, "lazy" runs overlapped steps."""
     pipelines = {name: open_from_values(common_values | {"kernels": name}) for name in ("cpu", "lazy")}
     assert pipelines["cpu"].overlapped_steps is None
     assert pipelines["lazy"].overlapped_steps is not None
@@ -86,7 +86,7 @@ def pipelines(
 
 @pytest.fixture(autouse=True)
 def no_early_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if blocks are released while a forward that uses them has not run."""
+    """Fail if a context is released before a launched forward that contains it has run."""
     steps: list[OverlappedStep] = []
     launch, release = OverlappedSteps.launch, KVCacheManager.release
 
@@ -138,13 +138,15 @@ def run_contexts(
 ) -> tuple[dict[str, Any], Scheduler[Any, Any]]:
     """Run contexts. Return the outputs by request id, and the scheduler.
 
-    An output is a list: pairs (token, log probabilities), the final status or error type, all tokens.
+    The output of a context is a list: a pair (token, log probabilities) for each token, then the final status
+    or the type of the error, then the list of all tokens if the context is done. The list of a context in
+    ``cancels`` is cut to its first ``cancels[request_id]`` items, and may then be followed by all tokens.
 
     Args:
         pipeline: the pipeline.
         contexts: the contexts.
-        arrival_interval: number of steps between two arrivals; 0: all contexts arrive at the start.
-        cancels: request id -> number of tokens after which the request is cancelled.
+        arrival_interval: number of calls of `step` between two arrivals; 0: all contexts arrive at the start.
+        cancels: request id -> number of output tokens after which the request is cancelled.
         num_steps: maximum number of steps in one call.
         limits: further arguments of the scheduler.
     """
@@ -192,7 +194,7 @@ def compare_outputs(
     return expected
 
 
-def test_overlapped_outputs_equal_synchronous_ones(
+def test_outputs_of_overlapped_steps_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline], queues: list[LazyQueue]
 ) -> None:
     def contexts() -> list[TextContext]:
@@ -220,7 +222,10 @@ def test_overlapped_outputs_equal_synchronous_ones(
 def test_a_few_contexts_run_several_steps_in_one_call(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch, arrival_interval: int
 ) -> None:
-    """Contexts arrive and end at different times, one is cancelled. Penalties prevent multi-step calls."""
+    """The outputs equal those of synchronous steps. Contexts with penalties prevent calls of several steps.
+
+    In the runs without penalties, one context is cancelled.
+    """
 
     def contexts(**penalty: float) -> list[TextContext]:
         return [
@@ -331,7 +336,9 @@ def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch
     assert events.count("launch") == 7 + 1, "each chunk of 8 tokens is computed once"
 
 
-def test_end_tokens_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_outputs_with_end_tokens_and_end_sequences_equal_those_of_synchronous_steps(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     """An overlapped step computes one token after the end, which is dropped."""
     text = [
         token
@@ -354,7 +361,9 @@ def test_end_tokens_equal_the_synchronous_loop(pipelines: dict[str, TextGenerati
         assert len(outputs["end 5"]) <= 7
 
 
-def test_sampling_rules_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_outputs_with_sampling_rules_equal_those_of_synchronous_steps(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     """Penalties, banned sequences and minimum lengths depend on tokens of the previous step."""
     rules = {
         "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
@@ -381,7 +390,9 @@ def test_sampling_rules_equal_the_synchronous_loop(pipelines: dict[str, TextGene
     assert compare_outputs(pipelines, contexts_with_rules) != outputs_without_rules
 
 
-def test_log_probabilities_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_log_probabilities_equal_those_of_synchronous_steps(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     def contexts() -> list[TextContext]:
         return [
             make_named_context("plain", PROMPT[:20], 15),
@@ -405,7 +416,7 @@ GRAMMARS = {
 }
 
 
-def test_outputs_with_grammars_equal_the_synchronous_loop(
+def test_outputs_with_grammars_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     pytest.importorskip("xgrammar")
@@ -432,7 +443,7 @@ def test_outputs_with_grammars_equal_the_synchronous_loop(
         assert any(len(output) > 30 for output in outputs.values())
 
 
-def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
+def test_outputs_with_chunks_and_prefix_hits_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     def contexts() -> list[TextContext]:
@@ -453,13 +464,13 @@ def test_chunks_and_prefix_hits_equal_the_synchronous_loop(
     assert cached_counts["lazy"] == cached_counts["cpu"] == [0, 48, 48, 48, 48, 48]
 
 
-def test_choices_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_choices_equal_those_of_synchronous_steps(pipelines: dict[str, TextGenerationPipeline]) -> None:
     context = make_named_context("a", PROMPT, 12, sampling_params=SAMPLED)
     outputs = compare_outputs(pipelines, lambda: choice_contexts(context, 5))
     assert len({str(output) for output in outputs.values()}) == 5
 
 
-def test_outputs_with_adapters_equal_the_synchronous_loop(
+def test_outputs_with_adapters_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     """Two adapters share one slot. Loading an adapter must not affect running requests of the other one."""
@@ -473,7 +484,7 @@ def test_outputs_with_adapters_equal_the_synchronous_loop(
     assert len({str(output[:3]) for output in outputs.values()}) == 3
 
 
-def test_preempted_requests_equal_the_synchronous_loop(
+def test_outputs_of_preempted_requests_equal_those_of_synchronous_steps(
     common_values: dict[str, Any], queues: list[LazyQueue]
 ) -> None:
     preemptions = {}
@@ -495,7 +506,9 @@ def test_preempted_requests_equal_the_synchronous_loop(
     assert all(preemptions.values()), preemptions
 
 
-def test_cancelled_requests_equal_the_synchronous_loop(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_outputs_of_cancelled_requests_equal_those_of_synchronous_steps(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     def contexts() -> list[TextContext]:
         return [make_named_context(str(i), PROMPT[: 3 + 5 * i], 30) for i in range(8)]
 
@@ -601,7 +614,7 @@ def test_non_finite_logits_fail_only_their_request(
     assert [RequestFailedError in output for output in outputs.values()] == [False] * 3 + [True]
 
 
-def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
+def test_outputs_of_refused_requests_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     def contexts() -> list[TextContext]:
@@ -622,7 +635,7 @@ def test_requests_refused_at_their_first_step_equal_the_synchronous_loop(
 # -- LLM, worker and random schedules ---------------------------------------------------------------------
 
 
-def test_llm_outputs_equal_the_synchronous_loop(folder: Path, queues: list[LazyQueue]) -> None:
+def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list[LazyQueue]) -> None:
     """The calls use stop strings, several choices, and a stream that is closed early."""
     texts = {}
     for kernels in ("cpu", "lazy"):
@@ -646,10 +659,10 @@ def test_llm_outputs_equal_the_synchronous_loop(folder: Path, queues: list[LazyQ
 
 
 @pytest.mark.parametrize("log_probabilities", [0, 2])
-def test_worker_results_equal_the_synchronous_loop(
+def test_worker_results_equal_those_of_synchronous_steps(
     common_values: dict[str, Any], queues: list[LazyQueue], log_probabilities: int
 ) -> None:
-    """Also discard the cache while a step is launched whose requests have ended.
+    """After the last result, discard the cache while a step is launched whose requests have ended.
 
     With log probabilities, the last call launches no step.
     """
@@ -728,7 +741,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     max_batch_size=st.sampled_from([1, 3, 6]),
     cancels=st.dictionaries(st.sampled_from("0123"), st.integers(1, 9), max_size=2),
 )
-def test_any_schedule_equals_the_synchronous_loop(
+def test_outputs_of_any_schedule_equal_those_of_synchronous_steps(
     small_caches: dict[str, TextGenerationPipeline],
     batch: list[dict[str, Any]],
     arrival_interval: int,
@@ -754,7 +767,7 @@ def test_any_schedule_equals_the_synchronous_loop(
 def small_caches(
     common_values: dict[str, Any], queues: list[LazyQueue]
 ) -> Iterator[dict[str, TextGenerationPipeline]]:
-    """Return pipelines with so few blocks that contexts are preempted."""
+    """Return two pipelines with so few blocks that contexts can be preempted."""
     pytest.importorskip("xgrammar")
     pipelines = {}
     for kernels in ("cpu", "lazy"):

@@ -1,4 +1,4 @@
-"""`TextGenerationPipeline` with a small random Llama: batches, steps, ends, refused requests."""
+"""`TextGenerationPipeline` with a small random Llama and with models that the tests define."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_penalties_change_only_the_text_of_their_request(pipeline: TextGeneratio
         (ReturnHiddenStates.ALL_NORMALIZED, 39),
     ],
 )
-def test_hidden_states_equal_transformers(
+def test_hidden_states_give_the_logits_of_transformers(
     pipeline: TextGenerationPipeline, reference: Any, option: ReturnHiddenStates, num_rows: int
 ) -> None:
     pipeline.model.return_hidden_states = option
@@ -390,7 +390,7 @@ class SuccessorModel(PipelineModel[TextContext]):
     def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:
         return 64
 
-    def prepare_initial_token_inputs(  # type: ignore[override]  # the page has no drafts
+    def prepare_initial_token_inputs(  # type: ignore[override]  # no parameter for drafts
         self, replica_batches: Any, kv_cache_inputs: Any = None, return_n_logits: Any = 1
     ) -> torch.Tensor:
         last_tokens = [context.next_tokens[-1] for batch in replica_batches for context in batch]

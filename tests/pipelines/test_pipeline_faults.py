@@ -1,4 +1,4 @@
-"""Errors of one context after a forward fail only this context. Unusual logits that are no errors."""
+"""An error of one context after a forward fails only this context. Logits of minus infinity are valid."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) ->
 
 
 class SlowCompiler:
-    """A compiler of grammars that has compiled a grammar at the third call of `ready`, for any context."""
+    """A grammar compiler that has compiled every grammar from the third call of `ready` on."""
 
     def __init__(self) -> None:
         self.num_checks = 0

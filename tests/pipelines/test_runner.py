@@ -32,7 +32,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 class CountingModel(PipelineModel[TextContext]):
-    """A model without weights. Token t + 1 follows token t. It records the input tokens of each forward."""
+    """A model without weights. Token t + 1 follows token t. Records the input tokens of each forward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -121,7 +121,7 @@ def test_continued_launches_give_the_tokens_of_single_steps(
         pipeline.release(context)
 
 
-def test_execute_equals_launch_and_collect(pipeline: TextGenerationPipeline) -> None:
+def test_launch_and_collect_give_the_tokens_of_execute(pipeline: TextGenerationPipeline) -> None:
     expected = generate_tokens(pipeline, [make_context(PROMPT, 5)])
     context, tokens = make_context(PROMPT, 5), []
     while not context.is_done:

@@ -1,4 +1,4 @@
-"""Sampling, compared with an implementation of the rule in numpy; its random numbers and inputs."""
+"""Sampled tokens, compared with an implementation in numpy; random numbers and inputs of `Sampler`."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
 
 
 def test_splitmix64_and_uniforms_give_the_published_numbers() -> None:
-    """The published outputs of the generator, and the uniform numbers computed from them."""
+    """`splitmix64` gives the published numbers, and `uniforms` divides their upper 53 bits by 2**53."""
     published_numbers = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [splitmix64(1234567, position) for position in range(4)] == published_numbers
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF

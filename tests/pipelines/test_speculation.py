@@ -50,7 +50,7 @@ WRONG_DRAFTS: dict[str, Callable[[int], bool]] = {
 
 
 @pytest.mark.parametrize("draft_pattern", WRONG_DRAFTS)
-def test_a_mixed_batch_with_drafts_equals_plain_decoding(
+def test_a_mixed_batch_with_drafts_gives_the_output_of_plain_decoding(
     pipeline: TextGenerationPipeline, draft_pattern: str
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
@@ -87,7 +87,7 @@ def test_accepted_tokens_have_their_log_probabilities(
 @pytest.mark.parametrize(
     "draft_lengths", [None, FixedDraftLength(3), AdaptiveDraftLength(6)], ids=["free", "fixed", "adaptive"]
 )
-def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
+def test_drafts_of_the_n_gram_proposer_give_the_output_of_plain_decoding(
     pipeline: TextGenerationPipeline, min_length: int, draft_lengths: Any
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
@@ -99,7 +99,9 @@ def test_drafts_of_the_n_gram_proposer_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sampled_text_with_drafts_equals_plain_decoding(pipeline: TextGenerationPipeline, seed: int) -> None:
+def test_sampling_with_drafts_gives_the_output_of_plain_decoding(
+    pipeline: TextGenerationPipeline, seed: int
+) -> None:
     def contexts() -> list[TextContext]:
         sampling = SamplingParams(temperature=1.0, top_k=(-1, 20)[seed % 2], top_p=0.9, seed=seed)
         prompts = (PROMPT, REPETITIVE_PROMPT, PROMPT[:3])
@@ -115,7 +117,7 @@ def test_sampled_text_with_drafts_equals_plain_decoding(pipeline: TextGeneration
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
-def test_chunked_prompts_with_drafts_equal_plain_decoding(
+def test_chunked_prompts_with_drafts_give_the_output_of_plain_decoding(
     pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
@@ -128,7 +130,7 @@ def test_chunked_prompts_with_drafts_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("proposer", ["oracle", "ngram"])
-def test_preempted_contexts_with_drafts_equal_plain_decoding(
+def test_preempted_contexts_with_drafts_give_the_output_of_plain_decoding(
     checkpoint: Path, pipeline: TextGenerationPipeline, proposer: str
 ) -> None:
     plain_results = run_directly(pipeline, mixed_contexts())
@@ -151,7 +153,7 @@ def test_preempted_contexts_with_drafts_equal_plain_decoding(
     assert small_pipeline.speculation_stats.num_accepted
 
 
-def test_prefix_hits_with_drafts_equal_plain_decoding(pipeline: TextGenerationPipeline) -> None:
+def test_prefix_hits_with_drafts_give_the_output_of_plain_decoding(pipeline: TextGenerationPipeline) -> None:
     long_prompt = [*PROMPT, *PROMPT[:15]]
     plain_results = run_directly(pipeline, [make_context(long_prompt, 30, request_id="a")])
     pipeline.proposer = OracleProposer(

@@ -1,4 +1,4 @@
-"""Batches with adapters, grammars, penalties, log probabilities and drafts equal plain decoding."""
+"""Drafts do not change the outputs of batches with adapters, grammars, penalties and log probabilities."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def make_request_context(number: int, request: dict[str, Any]) -> TextContext:
 @given(
     batch=st.lists(requests(), min_size=1, max_size=6), max_batch_input_tokens=st.sampled_from([12, 40, 400])
 )
-def test_any_batch_equals_plain_decoding(
+def test_any_batch_gives_the_output_of_plain_decoding(
     pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], max_batch_input_tokens: int
 ) -> None:
     result = {}
@@ -122,7 +122,9 @@ def test_any_batch_equals_plain_decoding(
         assert outputs == result["plain"], name
 
 
-def test_drafts_were_proposed_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
+def test_drafts_were_proposed_and_accepted_and_tokens_were_forced(
+    pipelines: dict[str, TextGenerationPipeline],
+) -> None:
     """The test before this one would also pass if no drafts were proposed."""
     for name in ("ngram", "draft model", "target as draft model"):
         stats = pipelines[name].speculation_stats

@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength` on simulated machines: the chosen draft lengths maximize the decoding speed."""
+"""`AdaptiveDraftLength` on simulated machines: the draft lengths give nearly the maximum decoding speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CostFunction = Callable[[int], float]
 
 
 class SimulatedMachine:
-    """A machine whose steps have given acceptance rates of the contexts and a given cost of a forward."""
+    """A machine with a given acceptance rate of each context and a given time of a forward."""
 
     def __init__(
         self,

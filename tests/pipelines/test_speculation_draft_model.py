@@ -32,7 +32,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def noisy_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the target with noise in its weights. About half of its drafts are accepted."""
+    """Return a checkpoint with noise added to the target's weights. About half of its drafts are accepted."""
     folder = tmp_path_factory.mktemp("noisy_draft")
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(target / "model.safetensors")
@@ -84,7 +84,7 @@ def run_without_drafts(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
 
 
 @pytest.mark.parametrize("draft", ["target", "noisy_draft", "unrelated_draft"])
-def test_a_mixed_batch_with_a_draft_model_equals_plain_decoding(
+def test_a_mixed_batch_with_a_draft_model_gives_the_output_of_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft))
@@ -144,7 +144,7 @@ def test_the_draft_cache_is_correct_after_rejections(target: Path, noisy_draft: 
 
 
 @pytest.mark.parametrize("draft", ["noisy_draft", "unrelated_draft"])
-def test_prompts_in_chunks_equal_plain_decoding(
+def test_prompts_in_chunks_give_the_output_of_plain_decoding(
     request: pytest.FixtureRequest, target: Path, draft: str
 ) -> None:
     pipeline, proposer = open_with_draft(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
@@ -165,7 +165,7 @@ def test_prompts_in_chunks_equal_plain_decoding(
     assert pipeline.speculation_stats.num_proposed
 
 
-def test_preempted_contexts_equal_plain_decoding(target: Path, noisy_draft: Path) -> None:
+def test_preempted_contexts_give_the_output_of_plain_decoding(target: Path, noisy_draft: Path) -> None:
     large_pipeline, _ = open_with_draft(target, noisy_draft)
     plain_results = run_without_drafts(large_pipeline, mixed_contexts())
     block_bytes = 2 * 4 * 2 * 3 * 2 * 8 * 16  # for one block of both models
@@ -240,7 +240,7 @@ def test_the_draft_model_computes_tokens_of_steps_without_drafts(target: Path) -
     pipeline.release(context)
 
 
-def test_a_rolled_back_context_equals_plain_decoding(target: Path) -> None:
+def test_a_rolled_back_context_gives_the_output_of_plain_decoding(target: Path) -> None:
     pipeline, _ = open_with_draft(target, target)
     context = make_context(PROMPT, 60, request_id="a")
     pipeline.execute({"a": context})
@@ -284,7 +284,7 @@ def test_a_draft_model_with_another_tokenizer_or_vocabulary_size_is_refused(
 
 
 @pytest.mark.parametrize("top_k", [1, -1])
-def test_a_trained_draft_model_equals_plain_decoding(shared_data: Path, top_k: int) -> None:
+def test_a_trained_draft_model_gives_the_output_of_plain_decoding(shared_data: Path, top_k: int) -> None:
     models = shared_data / "models"
     params = [SamplingParams(max_new_tokens=40, temperature=0.8, top_k=top_k, seed=seed) for seed in range(3)]
     prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "One day, a little dog"]

@@ -61,7 +61,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def contexts_with(compiler: Any, max_new_tokens: int = 70) -> list[TextContext]:
-    """Return a context for each grammar and each entry of PARAMETERS, and two contexts without a grammar.
+    """Return a context for each pair of a grammar and an entry of PARAMETERS, and two without a grammar.
 
     The entry "at least" is left out if ``max_new_tokens`` is below its minimum number of tokens.
     """

@@ -1,4 +1,4 @@
-"""Voices made from recordings, which a real codec encodes."""
+"""Voices made from recordings: a NeuCodec encodes the recordings, and the codes are cached."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def make_request_line(name: str, **body: Any) -> str:
     return json.dumps({"custom_id": name, "url": "/v1/completions", "body": body})
 
 
-def test_chunks_contain_all_lines_without_a_result(tmp_path: Path) -> None:
+def test_chunks_contain_all_non_empty_lines_without_a_result(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     lines = [
         make_request_line("a"),

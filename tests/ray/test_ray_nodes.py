@@ -1,4 +1,4 @@
-"""A server on Ray Serve: nodes are removed and added, and replicas are autoscaled."""
+"""A server on Ray Serve: a node is removed, another node is added, and a second replica starts under load."""
 
 from __future__ import annotations
 

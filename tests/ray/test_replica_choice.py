@@ -30,7 +30,7 @@ def report_events(choice: ReplicaChoice, **events: list[CacheEvent]) -> None:
 def choose_replica(
     choice: ReplicaChoice, prompt: str = "Hi", lost_replicas: tuple[str, ...] = (), **fields: object
 ) -> str:
-    """Return the replica that is chosen for a request, or "" without a replica. The request ends at once."""
+    """Return the replica that is chosen for a request, or "" if there is none. The request ends at once."""
     assignment = choice.assign(make_request("", prompt, **fields), lost_replicas)
     if assignment is None:
         return ""

@@ -16,7 +16,7 @@ from penstock.ray.shared_start import MAX_STARTS, SharedStart
 
 
 class FakeModel:
-    """A model whose first starts fail."""
+    """A model whose first starts raise the given errors, one error per start."""
 
     def __init__(self, *errors: PenstockError) -> None:
         self.errors = list(errors)
@@ -54,7 +54,7 @@ async def test_the_number_of_starts_is_limited_and_a_later_call_starts_again() -
     assert model.num_starts == MAX_STARTS + 1
 
 
-async def test_other_errors_are_raised_at_once() -> None:
+async def test_an_error_of_the_checkpoint_is_raised_without_another_start() -> None:
     model = FakeModel(CheckpointError("model", "no such folder"))
     with pytest.raises(CheckpointError, match="no such folder"):
         await SharedStart(model.start, retry_seconds=0)()

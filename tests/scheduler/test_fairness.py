@@ -202,7 +202,7 @@ def test_a_request_does_not_preempt_requests_of_higher_priority() -> None:
     run.finish()
 
 
-def test_a_request_of_the_client_with_the_most_blocks_is_preempted() -> None:
+def test_a_request_of_the_client_with_the_most_slots_is_preempted_if_blocks_run_out() -> None:
     run = FairnessRun(10, max_batch_size=4)
     run.submit("a1", 4, max_new_tokens=16)
     run.submit("a2", 4, max_new_tokens=16)
@@ -262,7 +262,7 @@ class TestDeferral:
         assert row_counts == [4, 30, 4, 30, 4]
         run.finish()
 
-    def test_no_rows_are_deferred_if_the_prompt_takes_longer_than_the_rows(self) -> None:
+    def test_no_rows_are_deferred_if_the_prompt_takes_as_long_as_the_deferred_rows_or_longer(self) -> None:
         run = self.start_decoding_client()
         run.submit("b", 104, max_new_tokens=2)
         assert sum(name[0] == "a" for name in run.step()) == 30

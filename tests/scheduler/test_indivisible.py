@@ -88,7 +88,7 @@ def test_a_cached_prefix_that_ends_within_an_image_is_shortened() -> None:
         scheduler.submit(context)
         while scheduler.has_work:
             scheduler.step()
-    # Blocks have 4 tokens. Index 8 is within the image [3, 9), so the hit has 12 tokens or none.
+    # Blocks have 4 tokens. Index 8 is within the image [3, 9), so the cached prefix cannot have 8 tokens.
     assert second_context.num_cached_tokens in (0, 12)
     truncated_context = make_context("c", 6)
     truncated_context.set_token_indices(active_idx=11, end_idx=11)

@@ -1,4 +1,4 @@
-"""Scheduler: the exact number of rows (computed tokens) of each request in each step of small workloads."""
+"""`Scheduler`: rows (computed tokens) of each request in each step, refusals, cancelling, failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SchedulerRun:
         self.tokens: dict[str, list[int]] = {}
 
     def submit(self, name: str, prompt: int | list[int], max_new_tokens: int, **fields: Any) -> TextContext:
-        """Submit a request. An int as ``prompt`` is a number of tokens that occur in no other request."""
+        """Submit a request. If ``prompt`` is an int, the prompt has this number of tokens ``ord(name)``."""
         if isinstance(prompt, int):
             prompt = [ord(name)] * prompt
         context = text_context(prompt, max_length=len(prompt) + max_new_tokens, request_id=name, **fields)
@@ -228,7 +228,7 @@ def test_forced_tokens_are_computed_with_the_next_token() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 99])
-def test_a_call_with_a_prompt_chunk_runs_only_one_step(num_steps: int) -> None:
+def test_a_call_with_an_incomplete_prompt_runs_only_one_step(num_steps: int) -> None:
     run = SchedulerRun()
     run.submit("a", 3, max_new_tokens=8)
     run.submit("b", 20, max_new_tokens=9)  # runs as two chunks
@@ -266,7 +266,7 @@ def test_a_cached_prefix_is_not_recomputed() -> None:
     assert b.num_cached_tokens == 8
 
 
-def test_equal_concurrent_prompts_are_computed_once() -> None:
+def test_equal_concurrent_prompts_compute_their_common_prefix_once() -> None:
     run = SchedulerRun()
     prompt = list(range(1, 25))
     for name in "abc":
@@ -361,7 +361,7 @@ def test_a_prompt_that_lacks_blocks_waits_while_others_decode() -> None:
     assert run.scheduler.num_preemptions == 0
 
 
-def test_all_tokens_of_a_preempted_context_are_a_prompt() -> None:
+def test_all_tokens_of_a_preempted_context_are_computed_as_a_prompt() -> None:
     run = SchedulerRun(7, max_batch_input_tokens=4, caching=False)
     run.submit("a", 4, max_new_tokens=12)
     run.submit("b", 4, max_new_tokens=20)
@@ -376,7 +376,7 @@ def test_all_tokens_of_a_preempted_context_are_a_prompt() -> None:
     assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
 
 
-def test_all_tokens_of_a_context_preempted_between_chunks_are_a_prompt() -> None:
+def test_all_tokens_of_a_context_preempted_between_chunks_become_active() -> None:
     run = SchedulerRun(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
     preempted = run.submit("a", 6, max_new_tokens=1)
     run.step()
@@ -422,7 +422,7 @@ def test_a_context_that_ends_at_its_key_limit_is_not_recomputed() -> None:
     assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
 
 
-def test_requests_with_one_prompt_share_the_recomputed_keys() -> None:
+def test_requests_with_equal_prompts_share_the_recomputed_keys() -> None:
     run = SchedulerRun(key_limits=(13,), max_batch_input_tokens=64)
     for name in "abc":
         run.submit(name, [1] * 12, max_new_tokens=5)
@@ -572,7 +572,7 @@ def test_cancelling_frees_blocks_and_batch_slot_within_one_step() -> None:
     assert not run.scheduler.has_work
 
 
-def test_a_cancelled_waiting_context_leaves_no_state() -> None:
+def test_a_cancelled_waiting_context_leaves_no_stored_digests() -> None:
     run = SchedulerRun(max_batch_size=1)
     prompt = list(range(1, 20))
     run.submit("a", prompt, max_new_tokens=1)
@@ -583,7 +583,7 @@ def test_a_cancelled_waiting_context_leaves_no_state() -> None:
     assert not run.kv._prefixes._chains
 
 
-def test_a_preempted_context_is_cancelled() -> None:
+def test_a_preempted_context_can_be_cancelled() -> None:
     run = SchedulerRun(5)
     run.submit("a", 4, max_new_tokens=12)
     run.submit("b", 4, max_new_tokens=12)
@@ -706,7 +706,7 @@ def test_a_context_that_the_pipeline_reports_as_failed_ends_alone(isolates_fault
     assert run.finish() == [{"b": 1}] * 2
 
 
-def test_each_admission_is_reported_once() -> None:
+def test_each_request_is_reported_as_admitted_only_once() -> None:
     run = SchedulerRun(5)
     run.submit("a", 4, max_new_tokens=12)
     run.submit("b", 4, max_new_tokens=12)

@@ -268,7 +268,7 @@ def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: li
             (-workload.requests[name].priority, workload.requests[name].arrival, int(name)) for name in names
         ]
         for key, later_key in pairwise(keys):
-            # A later request is admitted first only if it has a higher priority or arrived in a later step.
+            # A request with a smaller key is admitted later only if it arrived in a later step.
             assert key < later_key or key[1] < later_key[1]
 
 

@@ -138,7 +138,7 @@ def test_steps_are_not_limited_if_their_time_does_not_depend_on_rows() -> None:
     assert len(run.pipeline.trace[-1]) == 128
 
 
-def test_the_limit_applies_to_all_steps_of_a_call() -> None:
+def test_the_limit_applies_to_the_total_time_of_a_call() -> None:
     run = TimedRun(fixed_seconds=0.0005, seconds_per_row=0.00005)
     run.start_competing_clients(32)
     assert run.step(8) <= 0.005

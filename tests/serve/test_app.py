@@ -1,4 +1,4 @@
-"""Handling of requests outside the routes: ids, access log, gate, errors, probes, CORS, HEAD, body limits."""
+"""What all routes share: request ids, access log, gate, errors, probes, CORS, HEAD and body limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
-    """Return routes, most of which fail. "/slow" waits until `may_finish` is set, or without end."""
+    """Return routes, most of which fail.
+
+    The route "/slow" waits until `may_finish` is set. If `may_finish` is None, the route waits forever.
+    """
     router = APIRouter()
 
     @router.get("/bug")
@@ -102,7 +105,7 @@ async def test_an_invalid_request_id_is_replaced(request_id: str) -> None:
     assert len(response.headers["x-request-id"]) == 32
 
 
-async def test_every_request_has_a_unique_id() -> None:
+async def test_each_request_without_an_id_gets_a_unique_id() -> None:
     async with app_client(make_services(), make_failing_routes()) as client:
         ids = {(await client.get("/items/a")).headers["x-request-id"] for _ in range(10)}
     assert len(ids) == 10
@@ -137,7 +140,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(caplog: pytest.LogCa
     ]
 
 
-async def test_an_error_within_a_response_without_events_closes_the_connection() -> None:
+async def test_an_error_within_a_response_without_events_is_raised_to_the_http_server() -> None:
     async with app_client(make_services(), make_failing_routes()) as client:
         with pytest.raises(ZeroDivisionError):  # the HTTP server then closes the connection
             await client.get("/text/bug")
@@ -217,7 +220,7 @@ async def test_a_cancelled_request_is_logged(caplog: pytest.LogCaptureFixture) -
     assert services.gate.num_active == 0
 
 
-async def test_probes_fail_while_the_worker_restarts() -> None:
+async def test_health_and_ready_fail_while_the_worker_restarts() -> None:
     worker = FakeEngine()
     async with app_client(make_services(worker)) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
@@ -291,7 +294,7 @@ async def test_a_path_with_a_trailing_slash_is_not_redirected() -> None:
 JSON = {"content-type": "application/json"}
 
 
-async def test_every_route_with_a_body_refuses_long_invalid_and_mistyped_bodies() -> None:
+async def test_every_route_with_a_json_body_refuses_long_bodies_invalid_json_and_plain_text() -> None:
     """Each route with a JSON body must be a `JsonRoute`, which limits the size and refuses invalid JSON."""
     num_checked_routes = 0
     tasks = (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.AUDIO_GENERATION)
@@ -316,7 +319,7 @@ async def test_every_route_with_a_body_refuses_long_invalid_and_mistyped_bodies(
                 assert text_response.status_code == 415, path
                 assert (await client.post(path, json="a" * 10)).status_code == 413, path
                 assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
-    assert num_checked_routes == len(paths) + 2 * 6  # six routes exist for all three tasks
+    assert num_checked_routes == len(paths) + 2 * 6  # six routes are checked for all three tasks
 
 
 async def test_head_requests_have_the_status_of_get_requests() -> None:

@@ -81,7 +81,7 @@ async def test_adapters_and_metrics_come_from_the_engine() -> None:
     assert "penstock_steps_total 7.0" in metrics
 
 
-async def test_the_warm_up_needs_only_the_protocol() -> None:
+async def test_the_warm_up_needs_only_the_engine_client_protocol() -> None:
     engine = FakeEngine()
     await warm_up(engine, make_services().tokenizer)
     assert len(engine.contexts) == 3

@@ -14,7 +14,7 @@ from torch import Tensor
 def peft_model(checkpoint: Path, seed: int = 0, *, standard_deviation: float = 0.1, **config: Any) -> Any:
     """Return the checkpoint in peft with an adapter of random matrices.
 
-    PEFT initializes B with zeros, so both matrices are overwritten.
+    PEFT initializes matrix B with zeros, so matrices A and B are overwritten.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -42,7 +42,7 @@ class UnstatedDefault:
 
 FACTORY = UnstatedDefault("<factory>")
 OPTIONAL = UnstatedDefault("<any>")
-"""A parameter that the page of 26.3 requires. Penstock gives it a default, so that calls of 25.1 work."""
+"""The default of a parameter that the page of 26.3 requires. Calls of 25.1 omit the parameter."""
 
 
 def parse(signature: str) -> list[inspect.Parameter]:

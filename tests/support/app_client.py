@@ -47,7 +47,10 @@ def make_services(
 
 @asynccontextmanager
 async def app_client(services: Services, *routers: APIRouter) -> AsyncIterator[httpx.AsyncClient]:
-    """Return a client of the application with these services and additional routers."""
+    """Yield a client of the application with these services and additional routers.
+
+    The services are closed at the end.
+    """
     transport = httpx.ASGITransport(create_app(services, *routers))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client

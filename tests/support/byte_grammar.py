@@ -32,8 +32,8 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
 def generate_random_text(grammar: xgr.CompiledGrammar, seed: int, soft_limit: int = 60) -> str:
     """Return a random text of the grammar.
 
-    After `soft_limit` bytes, the text ends as soon as the grammar allows the end. Until then, closing bytes
-    are preferred.
+    After `soft_limit` bytes, the text ends as soon as the grammar allows the end. If the grammar does not
+    allow the end yet, closing quotes and brackets are preferred.
     """
     random_choices = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)

@@ -21,7 +21,7 @@ DECODERS = tuple(architecture for architecture in _GENERATORS if architecture.me
 VISION_DECODERS = tuple(architecture for architecture in _GENERATORS if architecture.media is not None)
 """The records of all architectures that generate text from text and images.
 
-Their text decoders belong to other architectures.
+Each of them combines an image encoder with the text decoder of another architecture.
 """
 
 
@@ -53,9 +53,9 @@ def skip_unknown_model_type(model_type: str) -> None:
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
     """Save a model of this ``config.json`` with weights that are large enough to expose mistakes.
 
-    transformers initializes weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
-    a missing norm would change results by less than the tolerance. Here the standard deviation is 0.2, and
-    norms are random.
+    transformers initializes weights with a standard deviation of 0.02 and norms with 1. With these
+    values, a wrong RoPE base or a missing norm would change results by less than the tolerance. Here the
+    standard deviation is 0.2, and norms are random.
     """
     from transformers import AutoConfig
 

@@ -52,7 +52,7 @@ class Block:
 
 
 def code_blocks(*languages: str) -> list[Block]:
-    """Return the code blocks of all pages that are in one of the languages."""
+    """Return the code blocks of `PAGES` that have one of the languages."""
     return [block for page in PAGES for block in _parse_blocks(page) if block.language in languages]
 
 

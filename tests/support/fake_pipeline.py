@@ -46,7 +46,7 @@ class FakePipeline:
         """For each step, the start index of each request's rows."""
         self.released: list[str] = []
         self.failing_requests: set[str] = set()
-        """Requests whose forward raises, for their whole batch."""
+        """A forward raises if its batch contains one of these requests."""
         self.failures: dict[str, PenstockError] = {}
         self.invalid_outputs: set[str] = set()
         """Requests whose output is invalid, so they fail after the forward."""

@@ -12,7 +12,7 @@ from penstock.kernels.reference import ReferenceOps
 class FloatActivations(ReferenceOps):
     """Operations that multiply float activations by the unpacked weight.
 
-    Only int8 layers with up to 64 rows quantize the activations.
+    Only int8 layers quantize the activations, and only if the activations have at most 64 rows.
     """
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:

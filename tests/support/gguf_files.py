@@ -1,6 +1,7 @@
 """Conversion of test checkpoints to GGUF files, according to the format's specification.
 
-Tensor names, row order, norms and tokens are converted.
+The configuration, tensor names, row order, norm weights and tokenizers are converted. Matrices can also be
+replaced by random quantized blocks.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Add the sizes and variants of an architecture."""
+    """Add the values of a ``config.json``: sizes, rotary embedding, and settings of single families."""
     if config["model_type"] == "gpt2":
         sizes = ("n_positions", "n_embd", "n_layer", "n_head")
         positions, hidden, layers, heads = (config[name] for name in sizes)
@@ -287,7 +288,10 @@ def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint with GGUF names and GGUF row order."""
+    """Return the tensors of a checkpoint with the names and the layout of a GGUF file.
+
+    Rows are reordered and norm weights are changed as in GGUF files. The matrices of experts are stacked.
+    """
     family = config["model_type"]
     module_names = _LAYER_MODULES | _FAMILY_MODULES.get(family, {})
     result: dict[str, Tensor] = {}
@@ -440,15 +444,15 @@ def random_blocks(shape: tuple[int, ...], block_type: str, rng: np.random.Genera
 
 
 def write_random_blocks(checkpoint: Path, file: Path, block_types: Mapping[str, str]) -> dict[str, Tensor]:
-    """Write a GGUF model with the sizes of a checkpoint and random blocks.
+    """Write a GGUF model with the sizes and vectors of a checkpoint, and with matrices of random blocks.
 
     Args:
         checkpoint: a folder with config.json and model.safetensors.
         file: the file to write.
-        block_types: part of a tensor name -> type of its blocks; the first match is used.
+        block_types: part of a GGUF tensor name -> type of its blocks; the first match is used.
 
     Returns:
-        The dequantized tensors by checkpoint name, with the row order of the checkpoint.
+        The tensors by checkpoint name, with the row order of the checkpoint. Matrices are dequantized.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")

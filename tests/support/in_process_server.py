@@ -1,4 +1,4 @@
-"""A server without sockets: real routes, a real worker, by default in a thread, and a fake model."""
+"""A server without sockets, with real routes, a real worker (by default in a thread) and a fake model."""
 
 from __future__ import annotations
 

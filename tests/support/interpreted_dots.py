@@ -9,7 +9,7 @@ import pytest
 
 
 def use_exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``tl.dot`` of floats accumulate in float64 and round the sum to float32.
+    """Let ``tl.dot`` with a float32 operand accumulate in float64 and round the sum to float32.
 
     The interpreter calls numpy, whose BLAS may add a row in another order if the number of rows differs. A
     float64 sum rounds to the same float32 value in any order, so bit comparisons test only the kernel.

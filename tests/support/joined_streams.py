@@ -10,7 +10,7 @@ _VARIABLE_FIELDS = ("id", "created")  # fields that differ in each response
 def drop_variable_fields(answer: dict[str, Any]) -> dict[str, Any]:
     """Return a response without the fields that differ in each response.
 
-    Empty token ids and log probabilities are also removed.
+    Empty token ids are also removed, and empty log probabilities of a chat are replaced by None.
     """
     plain_answer = {key: value for key, value in answer.items() if key not in _VARIABLE_FIELDS}
     for choice in plain_answer["choices"]:
@@ -62,7 +62,10 @@ def join_completion(events: list[Any]) -> dict[str, Any]:
 
 
 def _drop_empty(choice: dict[str, Any]) -> None:
-    """Remove empty token ids and log probabilities, because a stream may have no chunk with them."""
+    """Remove empty token ids, and replace empty log probabilities of a chat by None.
+
+    A stream may have no chunk with these fields.
+    """
     if not choice.get("token_ids", True):
         del choice["token_ids"]
     if choice["logprobs"] and not choice["logprobs"].get("content", True):

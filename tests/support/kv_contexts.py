@@ -42,7 +42,7 @@ def kv_manager(
 
 
 def store_and_check_keys(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
-    """Store the keys of the active tokens of a batch, and check the keys that each last token sees."""
+    """Store the keys of all active tokens. Check the keys that the last active token of each context sees."""
     inputs = manager.inputs(contexts)
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)

@@ -58,9 +58,9 @@ class LazyFetch(HostCopy):
 class LazyQueue(DeviceQueue):
     """Runs work in order of submission, up to the work whose result a caller waits for.
 
-    A launched forward therefore runs after the host has prepared the next forward, so it must not read
-    contexts. `num_early_reads` counts the results that the host reads, without `fetch`, before they
-    are computed.
+    A launched forward therefore runs after the host has prepared the next forward, so the launched
+    forward must not read contexts. `num_early_reads` counts the results that the host reads, without `fetch`,
+    before they are computed.
     """
 
     def __init__(self) -> None:

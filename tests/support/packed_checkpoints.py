@@ -53,8 +53,8 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 InputOrder = Literal["none", "inputs", "layer"]
 """The order in which the inputs of a layer are divided into groups.
 
-``none`` keeps the order. ``inputs`` is a random order for each number of inputs, and ``layer`` is a random
-order for each layer.
+``none`` keeps the order. ``inputs`` is a random order that all layers with an equal number of inputs share.
+``layer`` is a different random order for each layer.
 """
 
 

@@ -62,7 +62,7 @@ def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
     """Return the logits ``[rows, V]`` of the active tokens of each context, from one forward.
 
-    Contexts with stale keys are restarted. The token indices of other contexts do not change.
+    Contexts with stale keys are restarted. No token is appended to the contexts.
     """
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)

@@ -51,7 +51,7 @@ class ServerProcess:
         return worker
 
     def memory(self, pid: int | None = None) -> int:
-        """Return the resident bytes of a process, by default of the server. Mapped files do not count."""
+        """Return the resident anonymous memory of a process in bytes, by default of the server."""
         status = Path(f"/proc/{pid or self.process.pid}/status").read_text()
         match = re.search(r"RssAnon:\s+(\d+) kB", status)
         assert match is not None

@@ -18,7 +18,7 @@ async def stays_with_its_worker(
 
     The first worker computes a long prompt. While this worker is busy, the first request of the session goes
     to the second worker. The session then sends the long prompt. If the session stays with the second worker,
-    no token of the prompt is cached. A request without a session goes to the first worker.
+    fewer than 32 tokens of the prompt are cached. A request without a session goes to the first worker.
 
     Args:
         client: the client of an idle server.

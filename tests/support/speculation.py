@@ -1,4 +1,4 @@
-"""Tests of speculation: a proposer with given outputs, mixed contexts, and functions that run them."""
+"""Helpers for tests of speculation: a proposer of given tokens, contexts, and functions that run contexts."""
 
 from __future__ import annotations
 

@@ -135,7 +135,8 @@ def write_tiny_speech(
         folder: the folder to write.
         speech_format: the speech format.
         seed: seed of the weights.
-        end_logit: the logit of the end-of-speech token, relative to the first code of a frame.
+        end_logit: approximate ratio of the logit of the end-of-speech token to the logits of the first codes
+            of frames.
         num_codes: the number of codes in a frame, by default the value in CODES_PER_FRAME.
         **speech_config: changed or added values of ``speech_config.json``.
     """

@@ -22,7 +22,7 @@ def save_vision_model(architecture: SupportedArchitecture, folder: Path, **chang
     Args:
         architecture: its tiny configuration is used.
         folder: the folder to write.
-        changed_values: changed values of the configuration. A dict is merged into a section.
+        changed_values: changed values of the configuration. A dict is merged into the section of this name.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 

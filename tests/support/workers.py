@@ -206,7 +206,7 @@ def make_runtime_hanging_in_forward() -> WorkerRuntime:
 
 
 def make_runtime_holding_gil() -> WorkerRuntime:
-    """Return a runtime in which the request ``hang`` sleeps for 10 minutes in C code that holds the GIL."""
+    """Return a runtime in which a step of the request ``hang`` sleeps for 10 minutes and holds the GIL."""
     import ctypes
 
     def choose(context: TextContext) -> int:
@@ -246,7 +246,7 @@ def hang_at_start() -> WorkerRuntime:
 
 
 def make_runtime_exhausting_memory() -> WorkerRuntime:
-    """Return a runtime with three requests that allocate memory up to the limit.
+    """Return a runtime in which requests named ``python``, ``torch`` and ``grammar`` exhaust the memory.
 
     The first step of ``python`` allocates in Python, and the first step of ``torch`` in torch. The request
     ``grammar`` allocates before its first step.

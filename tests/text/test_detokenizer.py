@@ -1,4 +1,7 @@
-"""`Detokenizer`: its text equals the text of all ids at once, from the prompt to the first stop string."""
+"""`Detokenizer`: the joined texts of all calls equal the text of all ids decoded in one call.
+
+The text begins after the text of the prompt, and ends before the first stop string.
+"""
 
 from __future__ import annotations
 
@@ -351,7 +354,11 @@ def test_the_example_in_the_docstring_runs() -> None:
 
 
 def search_stop_strings(text: str, stop: list[str]) -> tuple[str, str | None, int]:
-    """Search each prefix. Return the text before the match, the stop string, and the number of bytes."""
+    """Search the prefixes of a text for the first stop string.
+
+    Return the text before the stop string, the stop string, and the number of bytes up to the end of the
+    stop string. If no stop string occurs, return the text, None, and the number of bytes of the text.
+    """
     for end in range(len(text) + 1):
         matches = [string for string in stop if string and text[:end].endswith(string)]
         if matches:

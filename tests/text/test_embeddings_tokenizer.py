@@ -168,7 +168,7 @@ def test_an_instruction_without_a_template_is_refused(tokenizer: EmbeddingsToken
         build_context(tokenizer, "cat", instruction="find cats")
 
 
-def test_surrogates_are_replaced_and_lower_case_is_read(
+def test_surrogates_are_replaced_and_the_lower_case_setting_is_read(
     tokenizer: EmbeddingsTokenizer, tmp_path: Path
 ) -> None:
     assert encode_request(tokenizer, "cat \ud800") == encode_with_library("cat �")
@@ -183,7 +183,7 @@ def test_a_context_is_built_asynchronously(tokenizer: EmbeddingsTokenizer) -> No
     assert context.next_tokens.tolist() == [CLS, CAT, SEP]
 
 
-def test_inputs_encoded_as_a_batch_give_the_same_contexts(
+def test_contexts_of_a_batch_equal_the_contexts_of_single_inputs(
     tokenizer: EmbeddingsTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: list[dict[str, Any]] = [

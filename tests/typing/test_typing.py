@@ -1,4 +1,4 @@
-"""Lazily loaded names exist, and type checkers see their types."""
+"""Types: lazily loaded names, annotations with `Any`, the options of `LLM`, and user code under mypy."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_block_types_equal_those_of_the_gguf_package() -> None:
 
 
 @pytest.mark.parametrize("alignment", [8, 64, 256])
-def test_tensors_of_other_alignments_are_read(tmp_path: Path, alignment: int) -> None:
+def test_tensors_of_files_with_a_custom_alignment_are_read(tmp_path: Path, alignment: int) -> None:
     tensors = {name: np.full(3, number, np.float32) for number, name in enumerate("abc")}
     writer = GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_custom_alignment(alignment)

@@ -97,7 +97,7 @@ def test_tied_heads_biases_and_type_follow_from_the_tensors(tmp_path: Path) -> N
 
 
 class TestFamilies:
-    """Architecture names of GGUF that stand for several Hugging Face model types."""
+    """Model types, query scales, windows and RoPE settings that follow from the metadata."""
 
     def test_a_llama_with_a_window_is_a_mistral(self, tmp_path: Path) -> None:
         blueprint = load_blueprint(write_gguf_file(tmp_path, attention__sliding_window=128))
@@ -113,9 +113,10 @@ class TestFamilies:
     @pytest.mark.parametrize(
         ("family", "num_layers", "query_scale"), [("gemma2", 46, 48), ("gemma3", 62, 48), ("gemma2", 26, 16)]
     )
-    def test_the_largest_gemmas_have_their_own_query_scale(
+    def test_the_query_scale_of_the_largest_gemmas_is_the_hidden_size_per_head(
         self, tmp_path: Path, family: str, num_layers: int, query_scale: int
     ) -> None:
+        """The query scale of all smaller models is the head size, 16 in this test."""
         file = write_gguf_file(
             tmp_path, family, block_count=num_layers, embedding_length=192, attention__key_length=16
         )

@@ -78,7 +78,10 @@ def interleave_halves(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint under their GGUF names. Vectors remain vectors."""
+    """Return the tensors of a checkpoint under their GGUF names.
+
+    Correction biases and the gate of a shared expert become vectors.
+    """
     gguf_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, suffix = name.rpartition(".")
@@ -128,7 +131,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 
 def convert_to_gguf(checkpoint: Path, file: Path, **metadata: Any) -> Path:
-    """Convert a checkpoint to a GGUF file. ``metadata`` has additional keys."""
+    """Convert a checkpoint to a GGUF file. ``metadata`` has additional keys with integers."""
     config = json.loads((checkpoint / "config.json").read_text())
     family = config["model_type"]
     expert_count_keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -1,4 +1,4 @@
-"""Resolution of model names to folders. The client of the hub is a fake or offline."""
+"""Resolution of model names to folders and GGUF files, with a fake or offline client of the hub."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class TestLocalGGUF:
 
 
 class FakeHub:
-    """A fake hub client with one repository. Records the downloaded files."""
+    """A fake hub client with one repository, which records the names of the downloaded files."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, is_online: bool = True

@@ -69,7 +69,7 @@ def test_other_names_are_unchanged(name: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "language_model.", "no model."])
-def test_a_checkpoint_with_other_prefixes_gives_equal_logits(tmp_path: Path, prefix: str) -> None:
+def test_a_checkpoint_with_added_or_removed_prefixes_gives_equal_logits(tmp_path: Path, prefix: str) -> None:
     checkpoint = write_tiny_llm(tmp_path, tie_word_embeddings=True)
     file = checkpoint / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}

@@ -1,4 +1,4 @@
-"""Files of packed weights: equal to newly packed weights, and not used if they may be outdated."""
+"""Files of packed weights: equal to newly packed weights, and not used if outdated or damaged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def write_architecture_checkpoint(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3_moe", "gpt_oss"])
-def test_logits_with_a_packed_file_equal_those_without(
+def test_logits_with_and_without_a_packed_file_are_equal(
     name: str, encoding: str, tmp_path: Path, packed_encodings: list[str]
 ) -> None:
     checkpoint = write_architecture_checkpoint(name, tmp_path / name)
@@ -193,7 +193,7 @@ def test_the_file_is_in_the_cache_folder(llama: Path, cache: Path, monkeypatch: 
     )
 
 
-def test_back_ends_that_do_not_pack_weights_are_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_with_the_reference_kernels_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
     with pytest.raises(ConfigError, match="the reference kernels do not pack weights"):
         pack_checkpoint(make_config(llama))

@@ -1,4 +1,4 @@
-"""Lazy packing of float weights: the first step, with unpacked rows, gives the logits of later steps."""
+"""Lazy packing of float weights: the first step, with unpacked weights, gives the logits of later steps."""
 
 from __future__ import annotations
 

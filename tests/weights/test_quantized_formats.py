@@ -40,7 +40,7 @@ SIZES = {
 TOKENS = random_tokens(24, 120, seed=3)
 
 QuantizedFormat = tuple[Packer | Mapping[str, Packer], dict[str, Any], str | None]
-"""The packer, the ``quantization_config``, and the encoding of the loaded weights; None for floats."""
+"""The packer, the ``quantization_config``, and the encoding of the loaded weights (None: they are floats)."""
 
 
 def make_compressed_tensors_config(bits: int = 8, number_type: str = "int", **weights: Any) -> dict[str, Any]:
@@ -174,7 +174,10 @@ def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def can_store(encoding: str | None, shape: tuple[int, ...]) -> bool:
-    """Return whether an encoding can store a layer. Blocks of bitsandbytes must not cross rows."""
+    """Return whether an encoding can store a weight of a shape.
+
+    Blocks of nf4 and fp4 have 64 numbers and must not cross rows.
+    """
     return encoding not in ("nf4", "fp4") or shape[1] % 64 == 0
 
 
@@ -227,7 +230,7 @@ def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Pat
 def test_logits_are_close_to_those_of_the_float_weights(
     case: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The logits differ only because activations are rounded. In float32 they are nearly equal."""
+    """The bound of 0.06 allows for rounding errors. The bound of 1e-4 applies to float32."""
     packer, quantization, encoding = CASES[case]
     folder = write_packed_checkpoint(llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",))
     expected = transformers_logits(load_in_transformers(folder / "plain"), TOKENS)
@@ -265,7 +268,7 @@ def test_logits_are_close_to_those_of_the_float_weights(
         ("qwen2", "ct-w8-groups"),
     ],
 )
-def test_quantized_models_of_other_families_compute_the_expected_logits(
+def test_quantized_models_of_families_besides_llama_compute_the_expected_logits(
     family: str, case: str, tmp_path: Path
 ) -> None:
     """The families have fused layers, experts, tied heads or biases."""
@@ -285,7 +288,7 @@ def test_quantized_models_of_other_families_compute_the_expected_logits(
 def test_a_fused_layer_with_different_input_orders_is_dequantized(
     llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In layer 0 only v_proj differs. It keeps its encoding, because it can be a separate layer."""
+    """In layer 0 only v_proj has another input order, so v_proj becomes a separate layer in its encoding."""
     _, quantization, _ = CASES["gptq-desc-act"]
     pack_input_order, pack_layer_order = packers.gptq(order="inputs"), packers.gptq(order="layer")
     packer = {
@@ -480,7 +483,7 @@ def test_inconsistent_tensors_are_refused(fault: str, llama: Path, tmp_path: Pat
     assert LAYER in str(caught.value)
 
 
-def test_a_missing_part_is_reported_after_the_other_parts_are_taken() -> None:
+def test_a_missing_tensor_is_reported_after_another_tensor_of_its_layer_is_taken() -> None:
     header = TensorHeader(Path("model.safetensors"), "I32", (96, 8), 96 * 8 * 4, f"{LAYER}.qweight")
     tensors = StoredTensors({f"{LAYER}.qweight": header}, "awq")
     tensors.take(LAYER, "qweight", ("I32",))
@@ -513,7 +516,7 @@ def test_unsupported_configurations_are_refused(
         assert PipelineConfig.from_flat({"model_path": str(folder)}).model.tensor_headers
 
 
-def test_an_invalid_group_order_is_refused(llama: Path, tmp_path: Path) -> None:
+def test_invalid_group_indices_are_refused(llama: Path, tmp_path: Path) -> None:
     packer, quantization, _ = CASES["gptq-desc-act"]
     folder = write_packed_checkpoint(llama, tmp_path, packer, quantization | {"desc_act": False})
     name = f"{LAYER}.weight"

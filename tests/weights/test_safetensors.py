@@ -185,9 +185,7 @@ def test_a_file_truncated_anywhere_is_refused(
         (b"[1]", {}),
     ],
 )
-def test_metadata_are_the_texts_of_the_header(
-    tmp_path: Path, content: bytes, expected: dict[str, str]
-) -> None:
+def test_read_metadata_returns_only_strings(tmp_path: Path, content: bytes, expected: dict[str, str]) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(struct.pack("<Q", len(content)) + content)
     assert read_metadata(file) == expected

@@ -40,7 +40,7 @@ def test_logits_and_greedy_text_equal_transformers(checkpoint: Path, kernels: st
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
-def test_greedy_text_is_the_known_story(shared_data: Path) -> None:
+def test_greedy_text_starts_with_the_known_story(shared_data: Path) -> None:
     checkpoint = shared_data / "models" / "stories260K"
     tokenizer = TextTokenizer(checkpoint)
     pipeline = open_pipeline(checkpoint)

@@ -1,4 +1,4 @@
-"""Conversion of pipeline outputs of all tasks to messages, and of messages to deltas of the client."""
+"""Conversion of pipeline outputs to messages, and of audio and embeddings messages to deltas."""
 
 from __future__ import annotations
 

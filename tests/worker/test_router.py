@@ -253,7 +253,7 @@ async def test_a_reload_replaces_workers_one_by_one() -> None:
     assert router.prefixes.num_blocks > 0
 
 
-async def test_a_reload_ends_requests_that_exceed_the_grace_period() -> None:
+async def test_a_reload_waits_for_requests_at_most_the_grace_period() -> None:
     old_engines, new_engines = [FakeEngine(is_paused=True), FakeEngine()], [FakeEngine(), FakeEngine()]
     router = make_reloadable_router(old_engines, new_engines)
     router.submit(make_request("a"))
@@ -288,7 +288,7 @@ async def test_a_failed_reload_keeps_the_workers_that_are_not_replaced() -> None
     assert list_request_ids(old_engines[1]) == ["a"]
 
 
-async def test_a_reload_excludes_reload_and_sleep_and_a_sleep_excludes_reload() -> None:
+async def test_reload_and_sleep_are_refused_during_a_reload_and_reload_is_refused_while_asleep() -> None:
     old_engines = [FakeEngine(is_paused=True), FakeEngine()]
     router = make_reloadable_router(old_engines, [FakeEngine(), FakeEngine()])
     generation = router.submit(make_request("a"))

@@ -63,7 +63,7 @@ async def test_an_uncomputed_long_prompt_costs_more_than_several_decoding_reques
     first_engine, second_engine = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first_engine, second_engine])
     computing_request = router.submit(make_request("a", "x" * 10 * REQUEST_COST))
-    for name in "bcd":  # each of these requests costs one fifth of the first request
+    for name in "bcd":  # each of these requests costs about one sixth of the first request
         router.submit(make_request(name))
     assert list_request_ids(second_engine) == ["b", "c", "d"]
     computing_request.add(TextResult("a", [97]))
@@ -89,7 +89,7 @@ async def test_the_cached_part_of_a_prompt_does_not_count_as_load() -> None:
     router.submit(make_request("a", "x" * 2000))
     router.submit(make_request("b", "y" * 40))
     assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a"], ["b"])
-    router.submit(make_request("c", "z" * 4))  # uncached tokens: 3 of a and 40 of b
+    router.submit(make_request("c", "z" * 4))  # uncached tokens: 4 of a and 40 of b
     assert list_request_ids(first_engine) == ["a", "c"]
     router.submit(make_request("d", "x" * 2000)).cancel()
     assert list_request_ids(first_engine) == ["a", "c", "d"]

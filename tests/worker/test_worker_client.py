@@ -1,4 +1,4 @@
-"""`WorkerClient` with a worker in a thread: requests, failures, adapters, stop, sleep and profiles."""
+"""`WorkerClient` with a worker in a thread: requests, failures, start, stop, adapters, sleep and profiles."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_counts_are_exact() -> None:
             last_batch_size=1,
             last_batch_tokens=1,
         )
-        # Two blocks of 4 tokens are cached.
+        # The prompt fills two blocks of 4 tokens, which are cached.
         deltas = await read_deltas(client.submit(make_request("b", "0123456789")))
         assert {delta.num_cached_tokens for delta in deltas} == {8}
         deltas = await read_deltas(
@@ -251,7 +251,7 @@ async def test_readiness_is_checked_at_most_every_4_ms() -> None:
 # -- Cancelling ------------------------------------------------------------------------------------------
 
 
-async def test_cancelling_frees_the_blocks_within_a_step() -> None:
+async def test_cancelling_a_request_frees_its_blocks() -> None:
     gate = Gate()
     async with running_client(
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(20), kv=kv_manager(20)))
@@ -352,7 +352,7 @@ async def test_a_request_id_in_use_is_refused() -> None:
         gate.open()
 
 
-async def test_the_default_queue_size_is_64_or_four_times_the_batch_size() -> None:
+async def test_the_default_queue_size_is_the_maximum_of_64_and_four_times_the_batch_size() -> None:
     async with running_client(FakePipeline()) as client:
         assert client.max_outstanding == 4 + 64
     async with running_client(lambda: fake_runtime(FakePipeline(), max_batch_size=50)) as client:
@@ -633,7 +633,7 @@ async def test_a_worker_that_dies_before_its_first_answer_counts_as_a_failed_sta
 # -- Adapters --------------------------------------------------------------------------------------------
 
 
-async def test_loaded_and_unloaded_adapters_are_restored_after_a_restart() -> None:
+async def test_adapters_after_a_restart_equal_the_adapters_before_it() -> None:
     started_adapters: list[FakeAdapters] = []
 
     def make_runtime() -> WorkerRuntime:

@@ -297,7 +297,10 @@ GIB = 1 << 30
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The request that exceeds the limit fails with its own error. Other requests may be sent again."""
+    """The request that exceeds the limit fails with `InsufficientMemoryError`.
+
+    A waiting request fails with `UnavailableError`.
+    """
     client = WorkerClient(workers.make_runtime_exhausting_memory, memory_limit=GIB)
     await client.start()
     try:
@@ -323,7 +326,7 @@ async def test_a_load_beyond_the_memory_limit_is_reported() -> None:
         await WorkerClient(workers.exceed_memory_at_start, memory_limit=GIB).start()
 
 
-async def test_the_memory_plan_uses_at_most_the_memory_limit() -> None:
+async def test_the_memory_limit_bounds_the_memory_in_the_plan() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
     client = WorkerClient(partial(load_runtime, config), memory_limit=GIB)
     await client.start()

@@ -1,8 +1,8 @@
 """Generates the training documents of Penstock's demo model from a small grammar.
 
 All text is original. ``make_documents(seed, count)`` returns the same documents every time for a seed.
-Stories and facts are plain text. The other documents are chats: lists of messages, some with tools. The
-trainer renders chats with the chat template of the exported model.
+Stories, facts and odd texts are plain text. The other documents are chats: lists of messages, some with
+tools. The trainer renders chats with the chat template of the exported model.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Questions with short answers: small talk, simple facts, and questions that the model cannot answer.
 
-Each function of `MAKERS` returns a pair (question, answer). Answers have one or two sentences. Each fact has
-only a few wordings, so that a small model can learn it.
+Each function of `MAKERS` returns a pair (question, answer). Most answers have one or two sentences. Each fact
+has only a few wordings, so that a small model can learn it.
 """
 
 import random
@@ -104,7 +104,7 @@ def legs(rng: random.Random) -> Pair:
 
 
 def thing_color(rng: random.Random) -> Pair:
-    """Ask for the color of a well-known thing, in both spellings of "color"."""
+    """Ask for the color of a well-known thing, spelled "color" or "colour"."""
     thing, color = random_row(rng, "colors")
     return ask(rng, "color", thing=thing, color=color, word=pick(rng, ["color", "colour"]))
 
@@ -119,7 +119,7 @@ def opposite(rng: random.Random) -> Pair:
 
 
 def calendar(rng: random.Random) -> Pair:
-    """Ask for the day or month before or after a given one."""
+    """Ask for the day or month before or after a given day or month."""
     names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
     index = rng.randrange(len(names))
     step, word = (1, "after") if rng.random() < 0.6 else (-1, "before")
@@ -204,7 +204,7 @@ def listing(rng: random.Random) -> Pair:
 
 
 def season(rng: random.Random) -> Pair:
-    """Ask for the seasons and their order."""
+    """Ask for the names of the seasons, or for the season after a given season."""
     names = list(SEASONS)
     index = rng.randrange(4)
     if rng.random() < 0.4:

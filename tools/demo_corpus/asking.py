@@ -1,6 +1,7 @@
 """Varies the wording of requests: polite or direct, in lower case, without the last punctuation mark.
 
-Real requests rarely match a template. Therefore `vary_typing` changes most user turns of the corpus.
+Real requests rarely match a template. Therefore most user turns of the corpus pass through `vary_typing`,
+which changes about a third of them.
 """
 
 import random

@@ -90,7 +90,7 @@ def with_system(rng: random.Random, messages: list[Message], probability: float 
 
 
 def several_turns(rng: random.Random) -> list[Message]:
-    """Return a chat of two to four turns, which often begins with a greeting."""
+    """Return a chat of two to four turns, which sometimes begins with a greeting."""
     if rng.random() < 0.25:
         return with_system(rng, memory_turns(rng))
     messages = turn(*greeting(rng)) if rng.random() < 0.4 else []
@@ -111,14 +111,14 @@ def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
 
 
 def turn_without_tool(rng: random.Random) -> list[Message]:
-    """Return a turn that needs no tool: small talk, or a question about Penstock."""
+    """Return a turn that needs no tool: a greeting, or a question about Penstock or the model."""
     if rng.random() < 0.2:
         return turn(vary_question(rng, ["Who are you?", "What is your name?"]), IDENTITY_ANSWER)
     return turn(*(greeting(rng) if rng.random() < 0.4 else penstock_pair(rng)))
 
 
 def missing_tool(rng: random.Random) -> tuple[list[Message], list[Message]]:
-    """Return a chat with tools whose request needs a tool that is not in the list."""
+    """Return a chat with a list of one tool, in which the request needs another tool."""
     city = some_city(rng)
     if rng.random() < 0.5:
         section, tool = "missing weather tool", pick(rng, ["add", "set_alarm", "search_books"])

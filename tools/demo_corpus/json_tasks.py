@@ -71,7 +71,7 @@ def field_value(rng: random.Random, thing: str, field: str) -> Any:
 
 
 def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, Any]:
-    """Return consistent values for the fields: the country of the city, an address with the name."""
+    """Return consistent values for the fields: the country of the city, an email address with the name."""
     value = {field: field_value(rng, thing, field) for field in fields}
     if thing == "city":
         value["country"], value["name"] = rng.choice(list(CAPITALS.items()))

@@ -16,7 +16,7 @@ REPLIES = [
 ]
 LETTERS = "asdfghjklqwertyuiopzxcvbnm"
 PUNCTUATION = "!?.,:;-_+*/=<>()[]{}#%&$@~^|\\\"'`"
-# Code points of other scripts, emoji and dingbats: first and last of each range.
+# First and last code point of ranges outside ASCII: letters of several scripts, symbols and emoji.
 CODE_POINT_RANGES = [
     (0x00C0, 0x017F),
     (0x0391, 0x03C9),
@@ -77,7 +77,7 @@ def word_salad(rng: random.Random) -> str:
 
 
 def digits(rng: random.Random) -> str:
-    """Return numbers, dates or sums that the model cannot compute."""
+    """Return one to five numbers with signs or spaces between them, such as sums and dates."""
     numbers = [str(rng.randrange(10 ** rng.randrange(1, 9))) for _ in range(rng.randrange(1, 6))]
     return pick(rng, [" ", ", ", " + ", "-", "/", "."]).join(numbers)
 

@@ -4,8 +4,10 @@ A plot is a list of steps, and a step is a list of paraphrases. A plot with eigh
 thousands of stories. Fields in braces are replaced:
 
 - ``n``, ``he``, ``him`` and ``his`` by the name and the pronouns of the hero,
-- ``fn``, ``fhe`` and so on by the name and the pronouns of the friend,
-- other fields by a random value of the plot's slot.
+- ``kind`` and ``desc`` by the kind of the hero (``knight``) and a description (``a brave knight``),
+- ``fn``, ``fhe`` and so on by the same texts about the friend,
+- ``place`` by a random place,
+- every other field by a random value of the plot's slot with this name.
 
 A capital letter (``He``, ``Fhe``) selects the form that begins a sentence.
 """
@@ -118,7 +120,7 @@ def make_character(rng: random.Random, taken: str = "") -> Character:
 
 
 def make_story(rng: random.Random, *, short: bool = False) -> Story:
-    """Return a story with a random plot, hero and friend. ``short`` leaves out optional sentences."""
+    """Return a story with a random plot, hero and friend. ``short`` leaves out the closing sentence."""
     hero = make_character(rng)
     friend = make_character(rng, taken=hero.name)
     plot = rng.choice(PLOTS)

@@ -23,11 +23,11 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
 MARKUP_TOKENS = ["<tool_call>", "</tool_call>"]
 MARKUP = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKUP_TOKENS)))
-# A word with the space before it, one digit, a run of signs, or white space. Each digit is a token, so that
-# equal numbers always have the same tokens.
+# A word or a run of signs, each with the space before it; one digit; or white space. Each digit is a token,
+# so that equal numbers always have the same tokens.
 WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 HELD_OUT_DIVISOR = 50  # one document in fifty is held out
-PROMPT_WEIGHT = 0.1  # loss weight of messages of the user, the system or a tool
+PROMPT_WEIGHT = 0.1  # loss weight of chats outside the assistant's messages, and of odd texts
 
 Row = tuple[np.ndarray, np.ndarray]
 
@@ -108,8 +108,8 @@ class Encoder:
 class Packer:
     """Packs an endless, seeded stream of documents into rows of tokens.
 
-    ``num_documents`` is the number of documents so far. ``distinct`` leaves out repeated texts, so that each
-    text counts once in measurements.
+    ``num_documents`` is the number of documents in the rows so far. ``distinct`` leaves out repeated texts,
+    so that each text counts once in measurements.
     """
 
     encoder: Encoder

@@ -71,7 +71,7 @@ def use_get_time(rng: random.Random) -> ToolUse:
 
 
 def use_add(rng: random.Random) -> ToolUse:
-    """Return a use of the tool for sums, with numbers that are too large for the model."""
+    """Return a use of the tool that adds two numbers below 1000."""
     limit = rng.choice([20, 100, 1000])
     arguments = {"a": rng.randrange(limit), "b": rng.randrange(limit)}
     result = {"result": arguments["a"] + arguments["b"]}
@@ -135,7 +135,8 @@ def wording(rng: random.Random, section: str, key: str) -> str:
 def reword_tool(rng: random.Random, name: str) -> OfferedTool:
     """Return the tool ``name``.
 
-    In half of the cases its name, description and parameters have other wordings.
+    In half of the cases, the names of the tool and of its parameters have random wordings. The description of
+    the tool always has a random wording.
     """
     properties = PARAMETERS[name]
     keeps_names = rng.random() < 0.5

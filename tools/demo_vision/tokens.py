@@ -83,8 +83,9 @@ class Batch:
 class Examples:
     """An endless stream of training examples.
 
-    A row is ``<|user|>``, the tokens of the picture, and some conversations. With its attention mask and
-    positions, each conversation directly follows the picture, and cannot attend to the other conversations.
+    A row is ``<|user|>``, the tokens of the picture, and some conversations. By the positions and
+    the attention mask, each conversation directly follows the picture, and cannot attend to the other
+    conversations of the row.
 
     Args:
         tokenizer: the tokenizer.

@@ -77,7 +77,7 @@ def log_mel(samples: Tensor) -> Tensor:  # [B, S] -> [B, 80, F]
 
 
 class Encoder(nn.Module):
-    """Converts log mel spectra to the inputs of the quantizer."""
+    """Converts waveforms to the inputs of the quantizer, by their log mel spectra."""
 
     def __init__(self, config: NeuCodecConfig, width: int = 192) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def train_encoder(
 
     The first half of a batch is speech. The loss of the first half compares the speech with the waveform that
     the decoder computes from the encoder's codes. The second half is decoded from known codes. The loss of
-    the second half compares the encoder's output with the known codes.
+    the second half compares the quantized output of the encoder with the vectors of the known codes.
 
     Args:
         codec: the codec. Its encoder is changed in place.

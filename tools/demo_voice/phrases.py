@@ -1,4 +1,4 @@
-"""Texts of `tools/tune_demo_voice.py`: common phrases with all punctuation marks, and numbers in words."""
+"""Texts of `tools/tune_demo_voice.py`: common phrases, their variants and pairs, and numbers in words."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ Tokens = list[list[int]]
 Generate = Callable[[Tokens, int, Callable[[int], None]], Tokens]
 """(prompts, number of new tokens, callback) -> new tokens of each prompt.
 
-The driver calls the callback with the number of tokens of an output. The time of the first call is the time
-to first token."""
+The driver calls the callback at the first output, with the number of tokens of this output. The time of this
+call is the time to first token. Later calls have no effect."""
 
 
 @dataclass(frozen=True)

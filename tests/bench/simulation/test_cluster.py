@@ -47,7 +47,8 @@ def test_a_busy_server_queues_its_tasks() -> None:
 def test_the_latency_of_a_request_is_the_sum_of_its_steps() -> None:
     """A prompt of 100 tokens takes 0.1 s, and each further token 1 ms.
 
-    After the first decode step, a pipeline call runs up to 8 steps. Their tokens arrive together.
+    After the first decode step, a pipeline call runs up to 8 steps. Their tokens arrive together. Therefore
+    the first token of the second request arrives together with the 7 tokens after it.
     """
     trace = [
         SimulatedConversation("a", 0.0, (make_turn(0, 100, 10),)),
@@ -87,7 +88,7 @@ def test_the_second_turn_reuses_the_blocks_of_the_first() -> None:
     assert report.hit_rate == pytest.approx(160 / (192 + 16))
 
 
-def test_prefix_aware_routing_has_a_higher_hit_rate_and_is_deterministic() -> None:
+def test_prefix_aware_routing_has_more_hits_than_random_routing_and_is_deterministic() -> None:
     shape = TraceShape(
         rate=8.0, num_requests=240, max_length=1024, num_prefixes=12, answer_length=20, think_seconds=2.0
     )

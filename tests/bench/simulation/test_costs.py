@@ -62,7 +62,7 @@ def test_fitted_coefficients_are_not_negative() -> None:
     assert non_negative_least_squares(rows, np.array([3.0, 5.0, 7.0])) == pytest.approx([1.0, 2.0])
 
 
-def test_costs_survive_a_round_trip_and_invalid_costs_are_refused(tmp_path: Path) -> None:
+def test_written_costs_are_read_without_change_and_invalid_costs_are_refused(tmp_path: Path) -> None:
     costs = ClusterCosts(
         {"model": "m"}, WorkerLimits(64, 4, 32, 10, 8), STEP_COSTS, RouterCosts(per_block=1e-6)
     )

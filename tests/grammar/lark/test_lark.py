@@ -1,4 +1,4 @@
-"""Translation of EBNF and structural tags to Lark for llguidance: the translation matches the same texts."""
+"""Translation of EBNF and structural tags to Lark for llguidance, and the texts that it matches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def draw_expression(rng: random.Random, depth: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_lark_of_a_random_grammar_matches_the_same_texts(seed: int, special_tokens: Any) -> None:
+def test_the_lark_of_a_random_grammar_matches_the_texts_of_the_grammar(
+    seed: int, special_tokens: Any
+) -> None:
     rng = random.Random(seed)
     num_checked = 0
     while num_checked < 8:

@@ -37,7 +37,7 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def test_every_format_of_the_standard_is_tested() -> None:
+def test_every_supported_and_unsupported_format_has_test_cases() -> None:
     assert CASES.keys() == SUPPORTED_FORMATS.keys() | UNSUPPORTED_FORMATS
 
 

@@ -1,4 +1,4 @@
-"""Products with zero points, 8-bit floats and blocks agree with the definition on every instruction set."""
+"""Products with uint4, uint8, fp8 and block-encoded weights agree with their definition on every ISA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if encoding == "fp8":
         codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
         codes[codes & 127 == 127] = 0x03  # replaces NaN by a subnormal number
-        # The first 48 outputs have no subnormal numbers: a separate kernel computes such vectors.
+        # The codes of the first 48 outputs have an exponent above 0. The kernels have a path for such codes.
         codes[:48][codes[:48] & 0x78 == 0] += 8
         return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
     groups, num_codes = -(-inputs // 32), 1 << int(encoding[4])

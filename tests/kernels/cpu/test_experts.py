@@ -66,7 +66,7 @@ def random_activations(rows: int, width: int, encoding: str) -> Tensor:
 @pytest.mark.matrix
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "uint8", "fp8"])
-def test_any_number_of_rows_is_bit_equal_to_separate_experts(
+def test_results_for_any_number_of_rows_are_bit_equal_to_separate_experts(
     ops: CpuOps, encoding: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = pack_experts(ops, 7, 72, 100, encoding, has_bias=has_bias)
@@ -173,7 +173,7 @@ def test_strided_topk_weights_and_topk_ids_are_read(ops: CpuOps) -> None:
 def test_an_invalid_expert_id_is_refused(
     ops: CpuOps, invalid_id: int, rows: int, encoding: str, dtype: str
 ) -> None:
-    """The reference operations multiply int8 weights with float32 activations."""
+    """The C++ kernels do not support int8 experts with float32 activations: the reference computes them."""
     experts, x = pack_experts(ops, 6, 64, 64, encoding), random_activations(rows, 64, dtype)
     topk_weights, topk_ids = random_routes(rows, 6, 3)
     topk_ids[1, 2] = invalid_id

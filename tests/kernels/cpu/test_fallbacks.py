@@ -1,4 +1,4 @@
-"""Arguments without a C++ kernel run on the reference kernels, and each cause is logged once."""
+"""Operations on arguments without a C++ kernel run on the reference. Each cause is logged once."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_best_instruction_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_library
-def test_detected_cpu_features_agree_with_proc_cpuinfo() -> None:
+def test_detected_cpu_features_are_flags_in_proc_cpuinfo() -> None:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or "flags" not in cpuinfo.read_text():
         pytest.skip("/proc/cpuinfo has no flags of an x86 CPU")

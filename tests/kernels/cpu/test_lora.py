@@ -202,7 +202,7 @@ def test_a_layer_without_adapters_records_no_adapter_kernels(ops: CpuOps) -> Non
 
 
 def test_adapter_matrices_in_an_unsupported_layout_are_not_compiled(ops: CpuOps) -> None:
-    """Only the reference kernels read a contiguous matrix B, and compiled steps cannot call them."""
+    """Only the reference kernels read contiguous up matrices, and compiled steps cannot call them."""
     packed_weight = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
     lora = random_inputs(20, 12, torch.float32)
     matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}

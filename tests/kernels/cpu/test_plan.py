@@ -1,4 +1,4 @@
-"""Compiled steps: results equal eager operations, conditions for compiling, several steps per call."""
+"""Compiled steps of the CPU back end: results, conditions for compiling, and several steps in one call."""
 
 from __future__ import annotations
 

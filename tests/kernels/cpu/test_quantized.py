@@ -84,11 +84,14 @@ def test_products_agree_with_the_definition(
     expected, terms = expected_product(weight, encoding, x, bias)
     assert_is_rounded(y, expected, terms)
     if encoding == "int8" and dtype == torch.float32:
-        assert torch.equal(y, expected)  # no product has a float sum, whose order could differ
+        assert torch.equal(y, expected)  # sums of integers do not depend on their order
 
 
 def rows_with_outliers(inputs: int) -> Tensor:
-    """Return rows ``[60, inputs]`` with outliers. Some rows need more than the maximum of extra bytes."""
+    """Return rows ``[60, inputs]`` with outliers. Some rows need more than the maximum of extra bytes.
+
+    A number takes n extra bytes if its magnitude is above 127 n and at most 127 (n + 1) times the scale.
+    """
     x = torch.randn(60, inputs)
     for row in range(1, len(x)):
         count = min(row % 20, inputs)

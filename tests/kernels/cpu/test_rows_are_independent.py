@@ -98,7 +98,7 @@ def test_attention_is_bit_equal_on_any_number_of_threads(
 ) -> None:
     queries, keys_and_values = random_sequence(dtype)
     results = []
-    for num_threads in (1, 2, 5):  # with two or more threads, the key chunks of few items are separate tasks
+    for num_threads in (1, 2, 5):  # with several threads and few queries, each chunk of keys is a task
         torch.set_num_threads(num_threads)
         results.append(attend_ranges(ops, queries, keys_and_values, ranges, 32, None, is_int8=is_int8))
     assert torch.equal(results[0], results[1])

@@ -54,7 +54,10 @@ class AttentionCase:
 
 
 def attention_inputs(case: AttentionCase) -> tuple[Tensor, LayerKV, Tensor, Tensor, dict[str, Any]]:
-    """Return queries, KV cache, row offsets, lengths and options. Values that no query may read are NaN."""
+    """Return queries, KV cache, row offsets, lengths and options.
+
+    Slots after the end of a sequence are NaN. In int8, only their scales are NaN.
+    """
     torch.manual_seed(case.seed)
     block_counts = [-(-length // case.block_size) for _, length in case.sequences]
     cache = torch.full((2, sum(block_counts) + 1, case.kv_heads, case.block_size, case.dim), torch.nan)

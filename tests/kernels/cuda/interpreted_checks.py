@@ -47,7 +47,7 @@ def ops() -> CudaOps:
 
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
-    cuda_ops = CudaOps()  # corrects the products of the interpreter, once for all tests
+    cuda_ops = CudaOps()  # replaces products for the whole process, so it runs before `use_exact_dots`
     use_exact_dots(monkeypatch)
     cuda_ops.require_determinism()
     return cuda_ops
@@ -338,7 +338,7 @@ def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: Cuda
 
 @pytest.mark.parametrize("encoding", QUANTIZED_ENCODINGS)
 def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
-    """Without row scales, weights may be beyond the range of float16."""
+    """The kernel multiplies by weights without row scales, which may exceed the range of float16."""
     packed_weight, reference_weight = call_both(ops, "pack_linear", torch.eye(20, 70) / 9, encoding)
     for rows in (1, 3):
         x = torch.randn(rows, 70).half()
@@ -370,7 +370,7 @@ def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> 
     weight, x = torch.randn(20, 330) / 18, torch.randn(70, 330)
     packed_weight = ops.pack_lazily([weight], encoding)
     assert_close(ops.linear(x, packed_weight), x @ weight.T)
-    exact_weight = unpack_linear(packed_weight)  # unpacking packs the lazy weight
+    exact_weight = unpack_linear(packed_weight)  # `unpack_linear` packs the lazy weight first
     assert packed_weight.layout != NIBBLES
     for rows in (1, 3, 70):
         assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)

@@ -17,7 +17,7 @@ REFERENCE = ReferenceOps()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_attention_agrees_with_the_reference(dtype: torch.dtype) -> None:
-    """A batch of a new sequence of 4 rows and a sequence that continues at position 5 with 2 rows."""
+    """The batch has a new sequence of 4 rows, and a sequence that continues at position 5 with 2 rows."""
     torch.manual_seed(0)
     x, gates = torch.randn(6, 60).to(dtype)[:, 4:], torch.randn(6, 6).to(dtype)[:, 1:5]
     weight, decay = torch.randn(4, 56), torch.rand(2, 2)

@@ -95,7 +95,7 @@ def test_sampled_tokens_of_any_number_of_candidates_equal_the_reference(
 
 
 def test_rows_without_limits_need_no_candidate_lists(ops: CudaOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The candidate lists take 2 bytes per logit. The second call allocates this much less memory."""
+    """The candidate lists take 2 bytes per logit. The second call allocates less by at least this size."""
     rules = [(0.0, 3, 0.5, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.2), (1.0, 1, 0.5, 0.0)]
     temperature, top_k, top_p, min_p = torch.tensor(rules).T.contiguous()
     logits = torch.randn(4, 3000)

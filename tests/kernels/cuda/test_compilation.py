@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels on a machine without a GPU, with the types and sizes of real launches."""
+"""The Triton kernels compile on a machine without a GPU, with the types and sizes of real launches."""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ def set_sync_mode(mode: str) -> None:
 
 @pytest.mark.usefixtures("_reset_sync_mode")
 def test_no_overlapped_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launching and sampling a step must not synchronize with the device. In mode "error", torch raises."""
+    """Launching and sampling a step do not synchronize with the device.
+
+    In mode "error", torch raises an error if a call synchronizes.
+    """
     penalized_params = replace(SAMPLED, frequency_penalty=0.5, logit_bias={5: 1.0})
     with LLM("demo", quantization_encoding="float32", devices="gpu", max_num_steps=1) as llm:
         for params in (GREEDY, SAMPLED, penalized_params):

@@ -1,4 +1,4 @@
-"""The tests of the CUDA back end pass in Triton's interpreter, each in a separate process."""
+"""Tests of the CUDA back end pass in Triton's interpreter, which runs in separate processes."""
 
 from __future__ import annotations
 

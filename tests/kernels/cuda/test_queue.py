@@ -48,7 +48,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """A fake of the functions of `torch.cuda` that the queue may use. None synchronizes the device."""
+    """A fake of the functions of `torch.cuda` that the queue may use. No function synchronizes the device."""
 
     def __init__(self) -> None:
         self.main = self._current = FakeStream("main")

@@ -294,7 +294,9 @@ def test_a_negative_number_of_log_probabilities_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("length", "min_new"), [(6, 0), (4, 2)])
-def test_a_prompt_that_leaves_no_room_for_tokens_is_refused(length: int, min_new: int) -> None:
+def test_a_prompt_that_leaves_no_room_for_the_minimum_of_new_tokens_is_refused(
+    length: int, min_new: int
+) -> None:
     message = (
         rf"min_tokens \({min_new}\) \+ prompt_len \({length}\) must be less than or equal to max_length \(5\)"
     )

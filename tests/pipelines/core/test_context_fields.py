@@ -84,7 +84,7 @@ def test_a_token_that_the_matcher_rejects_is_not_appended(append_token: Any) -> 
     assert context.all_tokens.tolist() == [1, 2, 3]
 
 
-def test_the_matcher_is_neither_compared_nor_serialized() -> None:
+def test_the_matcher_is_not_compared_copied_or_serialized() -> None:
     context = make_context()
     plain_context = copy.deepcopy(context)
     context.set_matcher(Matcher())  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_numpy_scalars_can_be_serialized() -> None:
     assert (context.max_length, context.priority, context.eos_sequences) == (30, -3, [[2, 3]])
 
 
-# Ownership of arguments.
+# Copies of arguments, and equality.
 
 
 def test_end_tokens_are_copied() -> None:
@@ -187,7 +187,7 @@ def test_pixel_values_are_kept_after_updates_and_a_reset() -> None:
     assert np.array_equal(context.extra_model_args["a"], image)
 
 
-def test_contexts_with_other_images_are_unequal() -> None:
+def test_contexts_with_different_images_or_model_arguments_are_unequal() -> None:
     def make_image_context(pixel: float) -> TextAndVisionContext:
         images = (np.full((2, 3), pixel),)
         arguments = {"mask": np.arange(2)}

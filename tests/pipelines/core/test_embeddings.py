@@ -129,7 +129,7 @@ def test_trained_and_full_dimensions_are_allowed(
         (0, None, "dimensions must be from 1 to 384, was 0"),
     ],
 )
-def test_untrained_and_too_many_dimensions_are_refused(
+def test_untrained_and_out_of_range_dimensions_are_refused(
     dimensions: int, trained_dimensions: tuple[int, ...] | None, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):

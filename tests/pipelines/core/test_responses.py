@@ -70,7 +70,7 @@ def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
     assert response != OBJECT_OF_OTHER_TYPE
 
 
-def test_missing_audio_raises() -> None:
+def test_reading_missing_audio_raises_an_error() -> None:
     response = AudioGenerationResponse(ACTIVE)
     assert not response.has_audio_data
     with pytest.raises(AssertionError, match="no audio"):

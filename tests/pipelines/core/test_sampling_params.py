@@ -104,7 +104,9 @@ def test_the_error_states_that_a_number_is_expected(value: Any) -> None:
     ],
     ids=repr,
 )
-def test_values_of_other_types_become_python_values(values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_values_of_convertible_types_become_builtin_values(
+    values: dict[str, Any], expected: dict[str, Any]
+) -> None:
     params = SamplingParams(**values)
     for name, value in expected.items():
         kept_value = getattr(params, name)
@@ -138,7 +140,7 @@ def test_the_error_for_an_unknown_name_suggests_a_known_one(name: str, hint: str
     assert exc_info.value.parameter == name
 
 
-def test_other_errors_in_a_call_raise_type_error() -> None:
+def test_a_parameter_given_twice_raises_type_error() -> None:
     with pytest.raises(TypeError, match="multiple values") as exc_info:
         SamplingParams(1, top_k=2)  # type: ignore[misc]
     assert not isinstance(exc_info.value, InputError)
@@ -198,9 +200,7 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be a number in .*, was True"),
     ],
 )
-def test_the_error_for_an_invalid_value_names_parameter_and_value(
-    values: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_value_is_refused_with_the_reason(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**values)
 
@@ -214,7 +214,7 @@ def test_the_error_for_an_invalid_value_names_parameter_and_value(
         **{name: st.floats(*bounds) for name, bounds in RANGES.items()},
     )
 )
-def test_all_valid_values_can_be_combined(values: dict[str, Any]) -> None:
+def test_all_valid_numbers_can_be_combined(values: dict[str, Any]) -> None:
     kept_values = dataclasses.asdict(SamplingParams(**values))
     assert kept_values == {**kept_values, **values}
 

@@ -82,7 +82,7 @@ def test_an_array_is_encoded_as_a_map() -> None:
         TextResponse(np.int64(3)),  # type: ignore[arg-type]
     ],
 )
-def test_unknown_types_raise_a_type_error(value: Any) -> None:
+def test_encoding_an_unsupported_type_raises_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot encode"):
         msgpack_numpy_encoder()(value)
 
@@ -90,7 +90,7 @@ def test_unknown_types_raise_a_type_error(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [3, {}, {"data": b""}, {"__np__": True, "data": b"abc", "shape": [2], "dtype": "int32"}]
 )
-def test_other_values_are_not_decoded_as_arrays(value: Any) -> None:
+def test_values_that_are_not_valid_encoded_arrays_are_refused(value: Any) -> None:
     with pytest.raises((msgspec.ValidationError, ValueError)):
         msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(value))
 

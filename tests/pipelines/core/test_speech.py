@@ -64,7 +64,7 @@ def test_status_and_update_status_are_refused_as_ambiguous() -> None:
         context.update_status(END_OF_SEQUENCE)
 
 
-def test_generated_tokens_set_the_generation_status() -> None:
+def test_an_end_token_sets_the_speech_token_status() -> None:
     context = make_context(eos_token_ids={9})
     context.update(5)
     context.update(9)

@@ -97,7 +97,7 @@ async def test_the_name_of_the_model_is_refused_as_adapter_name() -> None:
     ("lora", "config", "status"),
     [
         ({}, {}, 403),
-        ({"lora": ("tone=/a",)}, {}, 403),  # LoRA is enabled, but not loading at run time
+        ({"lora": ("tone=/a",)}, {}, 403),  # this server loads adapters only at start-up
         (None, {"host": "0.0.0.0"}, 403),
         (None, {"host": "::1"}, 200),
         (None, {"host": "localhost"}, 200),

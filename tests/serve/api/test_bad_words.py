@@ -1,4 +1,4 @@
-"""Bad words are translated to the token sequences that spell the words, up to a limit per word."""
+"""The field ``bad_words`` is translated to token sequences, up to limits per word and per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_words_give_no_sequences() -> None:
 
 
 @pytest.mark.parametrize("word", ["Berlin", " Berlin", "né", "🎉", "a b"])
-def test_the_tokens_and_the_letters_of_a_word_are_banned(word: str) -> None:
+def test_the_encodings_and_the_letter_sequence_of_a_word_are_banned(word: str) -> None:
     sequences = banned_sequences([word], DEMO) or []
     assert {decode(ids) for ids in sequences} == {word, " " + word.lstrip()}
     encodings = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]

@@ -342,7 +342,7 @@ async def test_reasoning_is_separate_from_the_content() -> None:
     ("field", "names"),
     [("both", ["reasoning", "reasoning_content"]), ("reasoning", ["reasoning"])],
 )
-async def test_the_setting_selects_the_names_of_the_reasoning_field(field: str, names: list[str]) -> None:
+async def test_the_setting_reasoning_field_selects_the_field_names(field: str, names: list[str]) -> None:
     pipeline = FakePipeline.saying("<think>Why?</think>So.")
     async with run_in_process(pipeline, template=THINKING, reasoning_field=field) as server:
         message = (await server.chat())["choices"][0]["message"]
@@ -471,7 +471,7 @@ async def test_conflicting_and_unsupported_formats_are_refused() -> None:
         assert (error["param"], error["code"]) == ("structured_outputs.json", "unsupported_schema")
 
 
-async def test_an_unknown_model_gets_status_404() -> None:
+async def test_unknown_models_get_status_404_and_adapters_are_listed_as_models() -> None:
     async with run_in_process(adapters=("poet",)) as server:
         for path, body in (
             ("chat/completions", {"messages": [user_message("Hi")]}),

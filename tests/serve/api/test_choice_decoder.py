@@ -1,4 +1,4 @@
-"""`ChoiceDecoder`: text, ends, counts and offsets of a choice, for any chunks of its tokens."""
+"""The text, finish reason and token counts of `ChoiceDecoder`, and the offsets of `CompletionScores`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,12 @@ def make_choice(
 def decode_in_chunks(
     choice: ChoiceDecoder, ids: Sequence[int], chunk_bounds: Sequence[int], status: TextGenerationStatus
 ) -> Any:
-    """Decode tokens in chunks and return the whole output. Like a route, stop when the choice has ended."""
+    """Decode tokens in chunks until the choice ends, and return the output of all chunks.
+
+    Each chunk bound is a position in `ids`, modulo ``len(ids) + 1``. The output is a tuple of the merged
+    events, the token ids, the ids of the scored tokens, the finish reason, the number of tokens, and the
+    number of reasoning tokens.
+    """
     bounds = [0, *sorted(bound % (len(ids) + 1) for bound in chunk_bounds), len(ids)]
     deltas: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):

@@ -1,4 +1,4 @@
-"""Completions: the exact OpenAI format, the order of choices, echo, and log probabilities."""
+"""Completions: the OpenAI format, prompts, choices, limits, seeds, echo, log probabilities and usage."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_each_prompt_format_is_completed(prompt: Any, prompt_texts: list[s
         )
 
 
-async def test_equal_prompts_have_different_seeds() -> None:
+async def test_equal_prompts_have_different_seeds_unless_a_seed_is_sent() -> None:
     seeds: dict[str, int] = {}
 
     def choose(context: TextContext) -> int:
@@ -126,7 +126,8 @@ async def test_prompt_log_probabilities_are_computed_once_per_prompt_unless_stre
             for choice in item["choices"]:
                 texts.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
         assert texts == {0: [*"abc!"], 1: [*"abc!"], 2: [*"de!"], 3: [*"de!"]}
-    # In a stream, the chunks of the second choice can precede those of the first.
+    # In a stream, the second choice of a prompt can be sent before the first choice. Each choice therefore
+    # computes the log probabilities of its prompt.
     assert sorted(echo_flags) == ([True] * 4 if stream else [False, False, True, True])
 
 

@@ -37,7 +37,7 @@ async def test_each_route_calls_the_engine(path: str, calls: list[str]) -> None:
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_each_route_requires_the_api_key(path: str) -> None:
-    """Without an API key, a server on a public address refuses these routes."""
+    """A server on a public address refuses these routes if it is configured without an API key."""
     engine = FakeEngine()
     assert (await post(engine, path, api_key=("one",))).status_code == 401
     wrong_key = {"authorization": "Bearer two"}

@@ -97,7 +97,7 @@ class Application:
 
 
 def make_inputs(count: int) -> list[list[int]]:
-    """Return token ids of `count` inputs, with 1 to 60 tokens in turn."""
+    """Return the token ids of `count` inputs. Input i has 1 + i % 60 tokens, each with the id 5 + i."""
     return [[5 + i] * (1 + i % 60) for i in range(count)]
 
 
@@ -120,7 +120,7 @@ async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> 
     assert engine.cancelled_ids == []
 
 
-async def test_a_disconnect_cancels_all_inputs(embedder: Path) -> None:
+async def test_a_disconnect_cancels_all_running_inputs(embedder: Path) -> None:
     application = Application(embedder, engine := EmbeddingsEngine())
     exchange = application.post(input=make_inputs(30))
     await wait_until(lambda: len(engine.running) == 8)

@@ -260,7 +260,7 @@ async def test_routes_of_other_tasks_are_refused(classifier: Path) -> None:
             assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
 
 
-async def test_model_list_log_and_metrics_describe_embeddings_requests(
+async def test_the_model_list_has_the_task_and_the_log_and_metrics_describe_requests(
     embedder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with embedding_server(embedder) as server:

@@ -1,4 +1,4 @@
-"""Clients are identified by key or connection. A client with many requests does not delay other clients."""
+"""Client ids by API key or connection, fairness between clients, and the limit of choices per request."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_more_choices_than_the_limit_are_refused() -> None:
         assert len((await server.complete(prompt=["a", "b"], n=2))["choices"]) == 4
 
 
-async def test_a_queue_full_of_one_client_accepts_another_client() -> None:
+async def test_a_queue_full_of_requests_of_one_client_accepts_another_client() -> None:
     gate = Gate()
     async with running_client(
         lambda: fake_runtime(GatedPipeline(gate, choose=letters_in_order(2)), max_batch_size=2),

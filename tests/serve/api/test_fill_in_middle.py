@@ -23,7 +23,7 @@ def test_each_family_orders_prefix_suffix_and_markers(
     assert bytes(ids).decode() == text
 
 
-async def test_a_suffix_fills_in_the_middle_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suffix_gives_a_fill_in_middle_prompt_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = FakePipeline.answering(lambda prompt: prompt + "!more")
     async with run_in_process(pipeline) as server:
         refusal_error = await server.expect_refusal("/v1/completions", prompt="a", suffix="b")

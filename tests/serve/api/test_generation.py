@@ -1,4 +1,4 @@
-"""Generation requests: admission before headers, disconnects, errors, time limits, slow readers."""
+"""Generation requests: admission, disconnects, errors, time limits, queue limits and slow readers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_a_stop_string_cancels_the_generation() -> None:
             assert len(server.pipeline.batches) - num_steps_before < 500
 
 
-async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
+async def test_an_error_ends_a_stream_with_an_error_event_and_without_done() -> None:
     must_fail = threading.Event()
 
     def choose(context: TextContext) -> int:

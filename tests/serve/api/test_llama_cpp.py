@@ -1,4 +1,4 @@
-"""Native routes of llama.cpp's server."""
+"""The routes ``/completion`` and ``/infill`` of llama.cpp's server."""
 
 from __future__ import annotations
 

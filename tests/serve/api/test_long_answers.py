@@ -22,7 +22,7 @@ from penstock.worker.messages import PackedLogProbabilities
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZER = FakeTokenizer()
 MAX_BYTES = 100 * MAX_COST
-"""Maximum size of a part in bytes. An entry has fewer than 100 bytes."""
+"""Maximum size of a part in bytes. A log probability has fewer than 100 bytes and a cost of at least 1."""
 
 
 def make_score(token_id: int, num_top: int) -> Score:
@@ -55,7 +55,7 @@ def test_the_size_of_the_parts_of_a_long_response_is_bounded(encode: Any) -> Non
     json.loads(b"".join(json_parts))
 
 
-def test_the_first_encoding_of_tokens_gives_more_parts() -> None:
+def test_the_first_encoding_of_tokens_gives_more_parts_than_the_second() -> None:
     fragments = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_the_first_encoding_of_tokens_gives_more_parts() -> None:
     assert lengths[0] > lengths[1]
 
 
-async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_slices_of_two_responses_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
     turns, encoding_order = EncodingTurns(), list[str]()
 
@@ -82,7 +82,7 @@ async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatc
     assert encoding_order == ["a", "b"] * 3
 
 
-async def test_slices_of_several_responses_run_in_different_event_loop_iterations(
+async def test_each_event_loop_iteration_after_the_first_encodes_at_most_two_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)

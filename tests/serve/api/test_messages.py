@@ -25,7 +25,7 @@ CALL = 'I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"
 
 
 def answer_by_script(prompt: str) -> str:
-    """Return the answer to the last message. By default, repeat the prompt."""
+    """Return the answer to a known text in the prompt, or else the prompt up to a final ``assistant: ``."""
     if "Say hello" in prompt:
         return "Hello!"
     if "Think" in prompt:
@@ -164,7 +164,7 @@ def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
     assert delta["usage"]["output_tokens"] == message.usage.output_tokens
 
 
-def test_each_end_has_its_stop_reason(client: Any) -> None:
+def test_each_end_of_an_output_has_its_stop_reason(client: Any) -> None:
     fields: Any = {"model": "demo", "messages": make_user_message("Say hello")}
     truncated_response = client.messages.create(**fields, max_tokens=2)
     assert (truncated_response.content[0].text, truncated_response.stop_reason) == ("He", "max_tokens")
@@ -312,7 +312,7 @@ def test_a_deferred_tool_is_in_the_prompt_after_a_tool_search(url: str) -> None:
     )
 
 
-async def test_each_header_with_an_api_key_is_accepted() -> None:
+async def test_the_api_key_is_accepted_in_x_api_key_and_in_authorization() -> None:
     async with run_in_process(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
         body = {"model": "demo", "max_tokens": 5, "messages": make_user_message("x")}
         refused_response = await server.http.post("/v1/messages", json=body)

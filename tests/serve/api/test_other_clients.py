@@ -1,4 +1,4 @@
-"""Fields, roles and routes that clients of other servers send."""
+"""Fields, roles and routes that clients of other inference servers use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEMPLATE_WITHOUT_IPYTHON = (
 
 
 def make_recording_pipeline(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
-    """Return a pipeline that appends its contexts to a list."""
+    """Return a pipeline that generates `text` and appends the context of each request to `contexts`."""
     answer = [*text.encode(), FakeTokenizer.EOS]
 
     def choose(context: TextContext) -> int:
@@ -99,7 +99,7 @@ def runtime_factory_with_grammars(contexts: list[TextContext]) -> Any:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_alias_fields_have_the_same_effect(path: str) -> None:
+async def test_repeat_penalty_and_bad_words_are_set_on_the_context(path: str) -> None:
     contexts: list[TextContext] = []
     async with run_in_process(make_recording_pipeline(contexts)) as server:
         await post_ok(server, path, repeat_penalty=1.25, bad_words=["no", "x"])
@@ -148,7 +148,7 @@ async def test_prompts_are_truncated_on_request(limit: int, max_tokens: int | No
         assert (rendered_response["prompt"], rendered_response["count"]) == (expected, len(expected))
 
 
-def test_a_limit_of_minus_1_keeps_all_tokens_without_a_maximum_length() -> None:
+def test_a_truncation_limit_of_minus_1_keeps_all_tokens_without_a_maximum_length() -> None:
     tokenizer = FakeTokenizer(max_length=None)
     params = SamplingParams(max_new_tokens=3)
     request = TokenGeneratorRequest("1", 0, "m", prompt="abcdef", sampling_params=params)
@@ -340,7 +340,7 @@ async def test_ping_and_load_return_the_status_and_the_load_without_a_key() -> N
             assert (await server.http.get("/load")).json() == {"server_load": 1}
 
 
-async def test_default_values_of_fields_of_other_servers_are_accepted() -> None:
+async def test_common_values_of_fields_of_other_servers_are_accepted() -> None:
     fields: dict[str, Any] = {
         "cache_prompt": True,
         "store": False,

@@ -61,7 +61,7 @@ def test_unsupported_fields_are_not_declared_and_logged_fields_are_declared() ->
 
 
 @pytest.mark.parametrize(("request_class", "name"), UNSUPPORTED_FIELDS)
-async def test_an_unsupported_field_is_refused_unless_its_value_is_accepted(
+async def test_an_unsupported_field_is_refused_unless_its_value_is_null_or_listed(
     request_class: type[RequestBody], name: str
 ) -> None:
     path, body = ROUTES_AND_BODIES[request_class]
@@ -123,7 +123,7 @@ async def test_default_values_are_accepted() -> None:
         assert (await server.complete(n=2, best_of=2))["choices"]
 
 
-async def test_null_means_absent() -> None:
+async def test_null_is_accepted_for_each_optional_field() -> None:
     async with run_in_process() as server:
         required_fields = {"model", "messages", "prompt"}
         for request_class, (path, body) in ROUTES_AND_BODIES.items():
@@ -372,7 +372,7 @@ def test_the_error_names_the_invalid_message(index: int) -> None:
     assert exc_info.value.param == f"messages[{index}].content"
 
 
-def test_long_lists_are_validated_in_parts_with_equal_results() -> None:
+def test_the_validation_of_long_lists_returns_the_result_of_pydantic() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "x": 1} for _ in range(200)]
     body = {"model": "demo", "messages": messages}
     assert validated(ChatBody, body) == ChatBody.model_validate(body)

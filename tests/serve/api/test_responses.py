@@ -31,7 +31,7 @@ PATCH: Any = {
 
 
 def make_echo_pipeline() -> FakePipeline:
-    """Return a pipeline that repeats the prompt, with a vertical bar for each line end."""
+    """Return a pipeline that repeats the prompt up to a final ``assistant: ``, with ``|`` for line ends."""
     return FakePipeline.answering(lambda prompt: prompt.removesuffix("assistant: ").replace("\n", "|"))
 
 
@@ -410,7 +410,7 @@ async def test_parse_returns_structured_output() -> None:
         FakePipeline.saying('{"city": "Bonn"}'), template=HERMES, grammars_enabled=True
     ) as server:
         with pytest.MonkeyPatch.context() as patch:
-            # The fake engine supports no grammars.
+            # The fake model supports no grammars.
             patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
             answer = await server.openai.responses.parse(model="demo", input="Where?", text_format=Answer)
         assert answer.output_parsed == Answer(city="Bonn")

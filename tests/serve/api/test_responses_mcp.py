@@ -263,7 +263,7 @@ async def test_rules_select_the_calls_that_need_approval(tools: ServedTools) -> 
             assert bool(tools.calls) is not needs_approval, rule
 
 
-async def test_the_server_setting_requires_approval(tools: ServedTools) -> None:
+async def test_calls_need_approval_if_mcp_require_approval_is_always(tools: ServedTools) -> None:
     text = call_text("add", a=2, b=3)
     async with run_server(tools, text, "Done.", mcp_require_approval="always") as server:
         assert item_types(await create(server))[1] == "mcp_approval_request"
@@ -303,7 +303,7 @@ async def test_tool_choice_forces_a_call_only_in_the_first_turn(tools: ServedToo
     tool_choice: Any = {"type": "mcp", "server_label": "calc", **({"name": "add"} if names_tool else {})}
     async with run_server(tools, call_text("add", a=2, b=3), "It is 5.", grammars_enabled=True) as server:
         with pytest.MonkeyPatch.context() as patch:
-            # The fake engine supports no grammars.
+            # The fake model supports no grammars.
             patch.setattr("penstock.serve.api.conversation._grammar", lambda *_: None)
             parser_choices: list[Any] = []
             new_parser = server.services.parsers.new
@@ -411,7 +411,7 @@ async def test_tools_are_called_in_background_responses(tools: ServedTools) -> N
 
 
 async def test_a_response_is_cancelled_during_a_call(tools: ServedTools) -> None:
-    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # must not end before the cancellation
+    limits = {"mcp_timeout": 1000.0, "stream_ping": 1000.0}  # the call must still run at the cancellation
     async with run_server(tools, call_text("slow"), "Done.", **limits) as server:
         response = await create(server, background=True)
         async with asyncio.timeout(30):
@@ -449,7 +449,7 @@ async def test_invalid_values_are_refused_with_the_name_of_the_field(tools: Serv
             )
 
 
-async def test_a_configured_server_is_accepted_by_its_url_but_not_twice(tools: ServedTools) -> None:
+async def test_a_server_is_accepted_by_its_url_and_a_repeated_label_is_refused(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
         response = await create(server, tools=[{**CALC, "server_label": "mine", "server_url": tools.url}])
         assert response.output[0].server_label == "mine"

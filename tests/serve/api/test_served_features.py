@@ -74,7 +74,7 @@ async def test_requests_with_adapters_run_concurrently_and_keep_an_unloaded_adap
         load_body = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load_body)).status_code == 200
         assert await list_models() == ["demo", "first", "second"]
-        # All three requests run concurrently, with the same results as one after another.
+        # Concurrent requests return the texts that the requests return one after another.
         second_text = await complete_text(server, model="second")
         assert second_text not in (plain_text, first_text)
         batch_responses = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""The session of a request is taken from a header, otherwise from the user field."""
+"""The session of a request is the value of a header, or else of ``user`` or ``metadata.user_id``."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ _OPTIONS: dict[Path, Any] = {}
 
 @asynccontextmanager
 async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
-    """Yield a server for requests that fail before a step. The options are created once per folder."""
+    """Yield a server for requests that are refused before generation. Create its options once per folder."""
     options = _OPTIONS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
@@ -281,7 +281,7 @@ async def test_speech_metrics_are_counted(folder: Path) -> None:
         assert seconds == pytest.approx(len(pcm) / 2 / SAMPLE_RATE)
 
 
-def test_the_openai_client_plays_speech(folder: Path, library_audio: Any) -> None:
+def test_the_openai_client_receives_speech(folder: Path, library_audio: Any) -> None:
     with live_server(**make_options(folder)) as server:
         client = OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
         sampling_fields = {name: SAMPLING[name] for name in ("seed", "temperature", "max_tokens")}

@@ -131,7 +131,10 @@ FORMATS: list[tuple[dict[str, Any], Any]] = [
 
 
 async def check_formats(server: InProcessServer) -> None:
-    """Check many grammars in one batch with unconstrained requests. Streams have the same text."""
+    """Check the outputs of all `FORMATS`, and check that streams return equal texts.
+
+    Unconstrained requests run at the same time. Their texts must equal the text of a request that runs alone.
+    """
     grammar_fields: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
     plain_fields = {"messages": PARIS, "seed": 2, "max_tokens": 30}
     single_response = await server.chat(**plain_fields)
@@ -154,7 +157,7 @@ async def check_formats(server: InProcessServer) -> None:
 
 
 async def check_tools(server: InProcessServer) -> None:
-    """Check forced calls, strict calls with the choice "auto", and a choice of a call or JSON."""
+    """Check forced calls, strict calls with the choice "auto", and outputs that are a call or JSON."""
     tools = {"tools": [STRICT_TOOL, PLAIN_TOOL], "messages": PARIS, "seed": 1, "max_tokens": 200}
     tool_choice = {"type": "function", "function": {"name": "get_weather"}}
     choices: list[Any] = ["required", tool_choice]

@@ -1,4 +1,4 @@
-"""Tokenization and detokenization over HTTP, token texts of log probabilities, and uses of chat templates."""
+"""Tokenization over HTTP, token texts of log probabilities, and detected properties of chat templates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_tokenize_returns_ids_and_count() -> None:
         ).json()
         assert token_texts["token_strs"] == ["n", "\ufffd", "\ufffd"]
         long_response = (await server.post("/tokenize", prompt="x" * 5000)).json()
-        assert long_response["count"] == 5000  # this route has no maximum length
+        assert long_response["count"] == 5000  # this route accepts prompts above the maximum length
         chat_response = (
             await server.post("/tokenize", messages=[user_message("x" * 5000)], add_generation_prompt=False)
         ).json()
@@ -45,7 +45,9 @@ async def test_tokenize_returns_ids_and_count() -> None:
 
 
 @pytest.mark.parametrize(("allowed", "num_special"), [(False, 0), (True, 1)])
-async def test_special_tokens_in_messages_are_tokens_only_if_allowed(allowed: bool, num_special: int) -> None:
+async def test_special_tokens_in_user_messages_are_tokens_only_if_allowed(
+    allowed: bool, num_special: int
+) -> None:
     tokenizer = FakeTokenizer(special_tokens_in_content=allowed)
     async with run_in_process(tokenizer=tokenizer) as server:
         tokens = (await server.post("/tokenize", messages=[user_message("a<|end|>b")])).json()["tokens"]

@@ -133,7 +133,7 @@ async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
         assert server.services.worker.num_outstanding == 0
 
 
-async def test_files_are_listed_in_the_order_of_their_creation(tmp_path: Path) -> None:
+async def test_the_ascending_list_of_files_is_the_reverse_of_the_default_list(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
         for _ in range(3):
@@ -248,7 +248,7 @@ async def test_a_form_in_chunks_is_parsed(tmp_path: Path, chunk_size: int) -> No
         assert content.content == b"\r\n--y"
 
 
-async def test_a_line_for_another_endpoint_than_the_batch_fails(tmp_path: Path) -> None:
+async def test_a_line_whose_url_is_not_the_endpoint_of_its_batch_fails(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         new_batch = await start_batch(server, make_request_lines(1), "/v1/responses")
         batch = await wait_until_ended(server, new_batch.id)

@@ -205,7 +205,7 @@ async def test_only_json_media_types_are_accepted(media_type: str, status: int) 
 
 
 async def test_a_body_without_a_content_type_is_refused() -> None:
-    """A browser needs no preflight request to send a page's request without a media type to another site."""
+    """Browsers send such a request of a page to another site without a preflight request."""
     async with app_client(make_services(), make_echo_router()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415

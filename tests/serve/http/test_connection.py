@@ -35,8 +35,8 @@ def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 class EchoApp:
     """An application that answers with the path and the length of the body.
 
-    Words in the path select another behaviour. "early" answers 413 without reading the body, "wait" waits for
-    `may_continue`, "stream" streams a fixed text, and "close" closes the connection.
+    Words in the path change the answer. "early" answers 413 without reading the body. "wait" answers after
+    `may_continue` is set. "stream" streams a fixed text. "close" adds the header "connection: close".
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ async def run_server(app: Any) -> AsyncIterator[int]:
 
 
 async def exchange(port: int, *request_parts: bytes, half_close: bool = False) -> bytes:
-    """Send the parts of a request. Return all bytes that the server sends until it closes the connection."""
+    """Send parts of requests with short pauses. Return all bytes received until the connection is closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for request_part in request_parts:
         writer.write(request_part)

@@ -193,7 +193,7 @@ RAW_BODIES = [
     "path",
     ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions/render", "/tokenize", "/detokenize"],
 )
-async def test_malformed_large_and_mistyped_bodies_and_get_requests_are_refused(path: str) -> None:
+async def test_malformed_and_large_bodies_plain_text_and_get_requests_are_refused(path: str) -> None:
     async with run_in_process() as server:
         for raw_body in RAW_BODIES:
             response = await server.http.post(

@@ -329,7 +329,9 @@ def test_idle_connections_do_not_delay_the_shutdown(server_run: ServerRun) -> No
     "request_bytes",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_invalid_http_gets_an_error_and_is_closed(server_run: ServerRun, request_bytes: bytes) -> None:
+def test_invalid_http_gets_an_error_and_the_connection_is_closed(
+    server_run: ServerRun, request_bytes: bytes
+) -> None:
     def use_server(http: httpx.Client) -> bytes:
         with connect(http) as connection:
             connection.sendall(request_bytes)
@@ -346,7 +348,9 @@ def test_invalid_http_gets_an_error_and_is_closed(server_run: ServerRun, request
 
 
 @pytest.mark.parametrize("request_bytes", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
-def test_a_connection_without_a_request_is_closed(server_run: ServerRun, request_bytes: bytes) -> None:
+def test_a_connection_without_a_complete_request_is_closed_but_a_stream_is_not(
+    server_run: ServerRun, request_bytes: bytes
+) -> None:
     def use_server(http: httpx.Client) -> bytes:
         with connect(http) as connection:
             connection.sendall(request_bytes)

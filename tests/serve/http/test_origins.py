@@ -59,7 +59,7 @@ async def test_a_local_server_accepts_its_own_names(host: str, listening_host: s
 
 @pytest.mark.parametrize("host", [*FOREIGN_HOSTS, *INVALID_HOSTS])
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/", "/metrics", "/nothing"])
-async def test_a_local_server_refuses_other_names(host: str, path: str) -> None:
+async def test_a_local_server_refuses_foreign_and_invalid_names(host: str, path: str) -> None:
     response = await send_request(path, {"host": host})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (
@@ -70,7 +70,7 @@ async def test_a_local_server_refuses_other_names(host: str, path: str) -> None:
     assert "--allowed-hosts" in error["message"]
 
 
-async def test_the_error_names_the_setting() -> None:
+async def test_the_error_for_an_unknown_host_names_the_settings() -> None:
     error = (await send_request("/health", {"host": "llm.example:8000"})).json()["error"]
     assert "--allowed-hosts llm.example, or with --api-key" in error["message"]
 
@@ -78,7 +78,7 @@ async def test_the_error_names_the_setting() -> None:
 @pytest.mark.parametrize(
     ("config", "host", "status"),
     [
-        ({"host": "0.0.0.0"}, "llm.example", 200),  # other hosts may know the server by any name
+        ({"host": "0.0.0.0"}, "llm.example", 200),  # clients on other machines may use any name of the server
         ({"host": "::"}, "llm.example", 200),
         ({"host": "10.0.0.1"}, "llm.example", 200),
         ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "llm.example", 200),
@@ -186,7 +186,9 @@ async def test_a_preflight_request_of_an_allowed_origin_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-async def test_simple_cross_origin_requests_are_refused(media_type: str | None) -> None:
+async def test_requests_that_browsers_send_without_a_preflight_request_are_refused(
+    media_type: str | None,
+) -> None:
     """A browser sends requests with these media types, or with none, without a preflight request."""
     headers = {} if media_type is None else {"content-type": media_type}
     async with app_client(make_services()) as client:

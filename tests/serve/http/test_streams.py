@@ -175,7 +175,7 @@ async def test_continuous_usage_counts_the_tokens_up_to_and_including_the_chunk(
             for chunk in chunks:
                 [choice] = chunk["choices"]
                 num_tokens += len(choice.get("token_ids", ()))
-                # The EOS token is counted, but is not in the text.
+                # The usage counts the EOS token, which is not in `token_ids`.
                 num_ended += choice["finish_reason"] is not None
                 usage = chunk["usage"]
                 assert usage["completion_tokens"] == num_tokens + num_ended

@@ -1,4 +1,4 @@
-"""A server of the demo model in a separate process, for all tests of this folder."""
+"""A server of the demo model in a separate process, which tests of this folder share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Requests of common load generators, and the response fields that the load generators need.
 
-The requests follow the documentation of the tools. The tests check each response field that a tool reads.
+The requests follow the documentation of the tools. The tests check response fields that the tools read.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_probes_of_load_generators_are_answered(client: httpx.Client) -> None:
     assert models["data"][0]["max_model_len"] == 512
     probe = {"model": "demo", **TEXT_CHAT, "max_completion_tokens": 1}
     assert client.post("/v1/chat/completions", json=probe).json()["usage"]["completion_tokens"] == 1
-    for path in ("/get_server_info", "/flush_cache", "/v1/nothing"):  # routes of other servers
+    for path in ("/get_server_info", "/flush_cache", "/v1/nothing"):  # routes that this server does not have
         assert client.get(path).status_code == 404
 
 

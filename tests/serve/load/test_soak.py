@@ -1,4 +1,4 @@
-"""Mixed load, first without and then with killed workers. Memory grows slower, and all requests end."""
+"""Mixed load, first without and then with killed workers. Memory growth is limited, and requests end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,11 @@ async def kill_worker_repeatedly(server: ServerProcess) -> None:
 
 
 async def send_random_request(port: int, rng: random.Random) -> str:
-    """Return "disconnected", "complete", "streamed", "broken" (503 or an error event) or "refused"."""
+    """Send a random request and return its outcome.
+
+    The outcome is "disconnected" (by this client), "complete" (a response without streaming), "streamed" (a
+    complete stream), "broken" (status 503 or an error event) or "refused" (status 400 or 429).
+    """
     path, body = draw_body(rng)
     async with raw_exchange(port, path, body) as exchange:
         if rng.random() < 0.1:

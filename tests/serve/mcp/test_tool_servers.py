@@ -65,7 +65,7 @@ async def test_errors_of_a_tool_are_in_the_output(calculator: ServedTools) -> No
 
 
 @needs_mcp
-async def test_an_unreachable_server_is_reported() -> None:
+async def test_a_broken_or_unreachable_server_is_reported() -> None:
     with broken_server() as url:
         for address in (url, "http://127.0.0.1:9/mcp"):
             async with ToolSession(ToolServer("t", address), 20) as session:

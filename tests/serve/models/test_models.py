@@ -25,7 +25,7 @@ from penstock.worker.engine_client import EngineClient, SleepLevel
 
 
 class SlowEngine(FakeEngine):
-    """A fake engine whose `wake_up` takes 10 ms or fails."""
+    """A fake engine whose `wake_up` takes 10 ms. If `load_error` is set, `wake_up` then raises it."""
 
     load_error: Exception | None = None
 
@@ -107,7 +107,7 @@ async def open_application(
 # -- Selection of the model ------------------------------------------------------------------------------
 
 
-async def test_the_model_field_selects_the_model() -> None:
+async def test_the_model_field_or_query_parameter_selects_the_model() -> None:
     async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
         assert [await client.complete_text(name) for name in ("a", "b", None)] == [
             "I am a",

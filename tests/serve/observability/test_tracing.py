@@ -1,4 +1,4 @@
-"""Each request except probes is one span, which is part of the caller's trace if the request names one."""
+"""Each request except probes is one span. It is part of the caller's trace if the request names a trace."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> Non
 @EXAMPLES
 @given(st.data())
 def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
-    """The text can contain calls, and repeated words that are longer than the maximum length of names."""
+    """The text can contain calls, and repeated words, which can exceed the maximum length of names."""
     lengths = st.integers(200, 300)
     long_words = st.builds(lambda word, count: word * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
     rendered_calls = draw_calls(name).map(lambda call: RENDERERS[name]([call]))

@@ -110,7 +110,7 @@ def test_a_call_with_nested_arguments_is_accepted(name: str) -> None:
 
 
 @FORMATS
-def test_other_text_is_rejected(name: str) -> None:
+def test_text_that_is_not_a_valid_call_is_rejected(name: str) -> None:
     text = render_calls(name, SEARCH)
     grammar = grammar_that_forces_calls(name)
     assert not accepts(grammar, "")
@@ -151,7 +151,7 @@ def test_a_pythonic_call_may_omit_optional_arguments() -> None:
     assert not accepts(grammar, "[f(a=2)]")
 
 
-def test_choices_that_force_no_call_have_no_grammar() -> None:
+def test_choices_that_force_no_call_have_no_grammar_and_forced_calls_need_a_format() -> None:
     for choice in ("auto", "none", None):
         assert grammar_that_forces_calls("hermes", choice) is None
     with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):

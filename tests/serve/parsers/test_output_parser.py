@@ -231,7 +231,7 @@ def test_json_that_is_not_a_call_contains_no_calls(text: str) -> None:
     "text", ['{"title": "x"} ', '{"name": "Ann"}', '{"name": "now"}', "[1, 2]", "[f(x)]", "{"]
 )
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_a_json_answer_without_a_tool_name_is_content(name: str, text: str) -> None:
+def test_an_answer_that_resembles_a_call_without_markers_is_content(name: str, text: str) -> None:
     assert parse_text(text, name) == [Content(text)]
 
 

@@ -101,7 +101,7 @@ def test_consecutive_json_objects_are_calls(name: str, begin: str, end: str, sep
 
 
 @pytest.mark.parametrize("text", ["[CALL, CALL]", "[CALL]", "[\n CALL,\n CALL\n]", "So: [CALL]; CALL"])
-def test_lists_of_llama_are_parsed(text: str) -> None:
+def test_lists_of_calls_in_the_llama_format_are_parsed(text: str) -> None:
     calls, content = parse_text("llama3_json", text.replace("CALL", '{"name": "now", "parameters": {}}'))
     assert calls == [NOW] * text.count("CALL")
     assert content == text.partition("[")[0].rstrip()

@@ -1,4 +1,4 @@
-"""The same markers are found in chunks of a text as in the whole text, also if markers share prefixes."""
+"""The markers that are found in a text do not depend on its chunks, even if markers share prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = st.text("ab<", min_size=1, max_size=4)
 
 
 def find_markers(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
-    """Return pairs of a text and the marker that follows it."""
+    """Return pairs of a text and the marker that follows it. The last marker is empty."""
     stream, result, text_before = IncrementalText(), [], ""
 
     def read() -> Reader[None]:

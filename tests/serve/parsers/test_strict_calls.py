@@ -1,4 +1,4 @@
-"""Grammars that enforce argument schemas, in free text and for forced calls."""
+"""Grammars that enforce the argument schemas of calls. Grammars and parsing of the harmony format."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def compile_grammar(grammar: Grammar) -> Any:
 
 
 def accepts(grammar: Grammar, text: str, special_tokens: tuple[str, ...] = ()) -> bool:
-    """Return whether a grammar accepts a whole text. Each string of `special_tokens` is one token."""
+    """Return whether a grammar accepts a whole text. Check that xgrammar and llguidance agree.
+
+    Each string of `special_tokens` in the text is one token. Each byte of the remaining text is one token.
+    """
     matcher = xgrammar.GrammarMatcher(compile_grammar(grammar))
     ids: list[int] = []
     while text:
@@ -129,7 +132,7 @@ def make_strict_grammar(name: str, reasoning: str = "none", **options: Any) -> G
 
 
 @FORMATS
-def test_calls_in_free_text_must_match_the_schema(name: str) -> None:
+def test_calls_of_a_strict_tool_in_free_text_must_match_its_schema(name: str) -> None:
     reasoning = "harmony" if name == "harmony" else "none"
     grammar = make_strict_grammar(name, reasoning)
     final_marker = "<|channel|>final<|message|>" if name == "harmony" else ""
@@ -168,7 +171,7 @@ def test_without_parallel_calls_a_second_call_is_refused(name: str) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("seed", range(4))
-def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
+def test_random_output_of_a_forced_call_has_valid_arguments(name: str, seed: int) -> None:
     parsers = ParserFactory.choose(None, name)
     tools = [make_tool("rich", RICH_SCHEMA), make_tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
@@ -180,7 +183,10 @@ def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
 
 
 def generate_random_text(grammar: Any, seed: int, value_end: str) -> str:
-    """Return a random text that the grammar accepts, with ASCII where possible and with short values."""
+    """Return a random text that the grammar accepts.
+
+    Printable ASCII characters are preferred. Ends of values are more likely, so that values are short.
+    """
     rng = random.Random(seed)
     matcher = xgrammar.GrammarMatcher(grammar)
     mask = torch.empty((1, -(-(END_TOKEN_ID + 1 + len(SPECIAL_TOKENS)) // 32)), dtype=torch.int32)
@@ -253,7 +259,9 @@ def test_an_ambiguous_tagged_argument_may_have_either_type() -> None:
         ({"properties": {"a": {"enum": ["1", 1]}}}, "enum"),
     ],
 )
-def test_keywords_that_cannot_be_enforced_in_text_are_refused(schema: dict[str, Any], keyword: str) -> None:
+def test_keywords_that_cannot_be_enforced_in_tags_are_refused_but_accepted_in_json(
+    schema: dict[str, Any], keyword: str
+) -> None:
     with pytest.raises(UnsupportedSchemaError, match=keyword):
         ParserFactory.choose(None, "qwen3_coder").grammar([make_tool("f", schema)], "required")
     assert ParserFactory.choose(None, "hermes").grammar([make_tool("f", schema)], "required")
@@ -304,7 +312,7 @@ def test_a_strict_call_is_enforced_without_its_outer_marker(name: str) -> None:
     ]
 
 
-def test_a_format_with_text_and_token_markers_is_refused() -> None:
+def test_strict_calls_need_a_format_without_a_mixture_of_text_and_token_markers() -> None:
     parsers = ParserFactory.choose(None, "qwen3_coder", "none", ["<tool_call>"])
     with pytest.raises(UnsupportedFeatureError, match="<tool_call> and <function="):
         parsers.strict_grammar(TOOLS, {"search"})
@@ -371,7 +379,7 @@ def test_harmony_output_is_parsed(
     assert collect_calls([event for event in events if not isinstance(event, Content | Reasoning)]) == calls
 
 
-def test_a_grammar_allows_a_call_or_json() -> None:
+def test_a_grammar_allows_only_a_call_or_json_that_matches_its_schema() -> None:
     schema = Grammar("json_schema", json.dumps(STRICT_SCHEMA))
     for parsers in (
         ParserFactory.choose(None, "hermes", "think"),

@@ -83,7 +83,8 @@ END_TOKENS = (
     "<|end|>",
 )
 END_TOKENS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
-# Templates that need other variables, use features that the sandbox forbids, or render no calls.
+# Templates that need variables which the test does not set, use features that the sandbox forbids, or render
+# no calls.
 NOT_PARSED_TEMPLATES = {
     "ByteDance-Seed-OSS",
     "Kimi-K2-Instruct",

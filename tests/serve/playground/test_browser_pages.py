@@ -196,7 +196,7 @@ async def test_the_chat_page_sends_the_api_key() -> None:
 
 @pytest.mark.parametrize("name", ["Compare", "Metrics"])
 async def test_controls_of_each_page_are_reached_by_keyboard(name: str) -> None:
-    """Tab reaches each control once, in the order of the page. Each control has a name."""
+    """Tab reaches the first controls in the order of the page. Each reached control has a name."""
     async with open_playground(FakePipeline.saying("Hello!")) as (page, _):
         await page.get_by_role("link", name=name).focus()
         await page.keyboard.press("Enter")

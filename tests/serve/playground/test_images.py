@@ -51,7 +51,7 @@ console.log(JSON.stringify(results));
 
 
 @needs_node
-def test_images_are_attached_by_file_paste_and_drop_and_sent_in_messages(tmp_path: Path) -> None:
+def test_images_are_attached_by_selection_paste_and_drop_and_are_sent_in_messages(tmp_path: Path) -> None:
     results: list[Any] = run_node(tmp_path, CODE, FAKE_PAGE)
     assert results[:4] == [[False, 0], [True, 1], [False, 1], [True, 2]]
     assert results[4] == [False, 3]
