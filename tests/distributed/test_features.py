@@ -22,6 +22,8 @@ from penstock.llm import LLM
 from penstock.llm.beam_search import BeamOptions, search
 from penstock.pipelines.core import SamplingParams
 from penstock.pipelines.core.choices import choice_contexts
+from penstock.pipelines.speculative.ngram import NGramProposer
+from penstock.pipelines.text_generation import TextGenerationPipeline
 
 PROMPT = random_tokens(20, 250, seed=1)
 
@@ -108,17 +110,18 @@ def test_tokens_of_sampled_choices_with_drafts_equal_one_process(
 ) -> None:
     """The text is sampled, with several choices and n-gram drafts."""
 
-    def run(pipeline: Any) -> list[list[int]]:
+    def run(pipeline: TextGenerationPipeline) -> list[list[int]]:
+        pipeline.proposer = NGramProposer(1, 3)
         params = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.1)
-        context = make_context([5, 6, 7, 8] * 5, 12, sampling_params=params)
+        context = make_context([5, 6, 7, 8] * 5, 40, sampling_params=params)
         return generate_tokens(pipeline, choice_contexts(context, 3))
 
-    settings = {"speculative_method": "ngram"}
-    pipeline = open_pipeline(tiny_checkpoint, **settings)
+    pipeline = open_pipeline(tiny_checkpoint)
     expected = run(pipeline)
-    with rank_pair.open(tiny_checkpoint, **settings) as sharded_pipeline:
+    with rank_pair.open(tiny_checkpoint) as sharded_pipeline:
         assert run(sharded_pipeline) == expected
-        assert sharded_pipeline.speculation_stats is not None
+        assert sharded_pipeline.speculation_stats == pipeline.speculation_stats
+    assert pipeline.speculation_stats.num_proposed > 0
 
 
 def test_beams_equal_one_process(rank_pair: RankPair, tiny_checkpoint: Path) -> None:

@@ -215,12 +215,11 @@ def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(3, 2, 10, generator=generator), torch.randn(3, 1, 10, generator=generator)
     angles = torch.randn(3, 4, generator=generator)
-    rotated_q, rotated_k = OPS.rotary(q, k, angles.cos(), angles.sin())
-    assert torch.equal(rotated_q[..., 8:], q[..., 8:])
-    assert rotated_k.shape == k.shape
-    rotated_pairs = torch.complex(q[..., :4], q[..., 4:8]) * torch.exp(1j * angles)[:, None]
-    torch.testing.assert_close(rotated_q[..., :4], rotated_pairs.real)
-    torch.testing.assert_close(rotated_q[..., 4:8], rotated_pairs.imag)
+    for heads, rotated in zip((q, k), OPS.rotary(q, k, angles.cos(), angles.sin()), strict=True):
+        assert torch.equal(rotated[..., 8:], heads[..., 8:])
+        rotated_pairs = torch.complex(heads[..., :4], heads[..., 4:8]) * torch.exp(1j * angles)[:, None]
+        torch.testing.assert_close(rotated[..., :4], rotated_pairs.real)
+        torch.testing.assert_close(rotated[..., 4:8], rotated_pairs.imag)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 20])

@@ -52,6 +52,9 @@ def test_a_crash_or_a_timeout_fails_only_its_image_and_a_busy_pool_refuses_image
     pool._timeout = 0.1
     with pytest.raises(RequestFailedError, match=r"not prepared within the time limit \(--image-timeout\)"):
         pool.process(data, {"seconds": 10}, MAX_PIXELS)
+    pool._timeout = 60
+    assert pool.process(data, {}, MAX_PIXELS)[1] == (40, 30)
+    pool._timeout = 0.1
     pool._idle_processes.get()
     with pytest.raises(OverloadedError, match=r"all image processes were busy for 0.1 s"):
         pool.process(data, {}, MAX_PIXELS)

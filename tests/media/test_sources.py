@@ -135,7 +135,7 @@ def test_notations_of_addresses_that_are_not_public_are_refused(
         "http://127.0.0.1:99999/",
         "http://127.0.0.1:x/",
         "http://localhost/\r\nHost: a",
-        "hTTp://localhost/",
+        "hTTp://localhost/",  # a local address, in spite of the case of the scheme
     ],
 )
 def test_malformed_misleading_and_local_urls_are_refused(url: str) -> None:

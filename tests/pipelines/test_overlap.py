@@ -583,6 +583,7 @@ def test_a_step_that_fails_once_is_repeated(
             patch_outputs(pipelines["lazy"], patch, fail_once)
             actual, _ = run_contexts(pipelines["lazy"], four_contexts(), arrival_interval=2)
         assert actual == expected, failing
+        assert next(counter) > failing + 1, "no step failed"
 
 
 def test_only_the_request_that_causes_an_error_fails(

@@ -129,6 +129,7 @@ def test_a_request_of_the_client_that_holds_all_blocks_is_preempted() -> None:
     assert run.scheduler.kv.num_free_blocks < 4
     run.submit("b", 12, max_new_tokens=2)
     assert run.run_until_token("b") == 1
+    assert run.scheduler.num_preemptions > 0
     run.finish()
 
 

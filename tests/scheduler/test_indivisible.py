@@ -81,7 +81,6 @@ def test_requests_with_images_run_in_a_cache_that_is_too_small_for_all() -> None
 def test_a_cached_prefix_that_ends_within_an_image_is_shortened() -> None:
     first_context = make_context("a", 6)
     second_context = make_context("b", 6)
-    second_context.tokens[12] = 7  # the common prefix has 12 tokens
     pipeline = FakePipeline(kv_manager(50))
     scheduler = Scheduler(pipeline, max_batch_size=4, max_batch_input_tokens=40)
     for context in (first_context, second_context):
@@ -89,7 +88,7 @@ def test_a_cached_prefix_that_ends_within_an_image_is_shortened() -> None:
         while scheduler.has_work:
             scheduler.step()
     # Blocks have 4 tokens. Index 8 is within the image [3, 9), so the cached prefix cannot have 8 tokens.
-    assert second_context.num_cached_tokens in (0, 12)
+    assert second_context.num_cached_tokens == 0
     truncated_context = make_context("c", 6)
     truncated_context.set_token_indices(active_idx=11, end_idx=11)
     assert (

@@ -250,7 +250,7 @@ def test_decoding_requests_are_in_every_step(limits: Limits, requests: list[Requ
             assert is_present == sorted(is_present, reverse=True), "a decoding request is missing in a step"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     limit_strategy,
     st.lists(
@@ -272,7 +272,7 @@ def test_requests_of_a_client_are_admitted_in_order(limits: Limits, requests: li
             assert key < later_key or key[1] < later_key[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(limit_strategy, st.lists(requests, min_size=2, max_size=14))
 def test_the_number_of_preemptions_is_bounded(limits: Limits, requests: list[Request]) -> None:
     """A preemption makes the shares of clients more equal. Only arrivals and ends make shares less equal."""

@@ -297,18 +297,27 @@ async def close_stream_early(stream: openai.AsyncStream[Any]) -> None:
 
 
 async def check_disconnect(client: AsyncOpenAI, server: InProcessServer) -> None:
+    worker = server.services.worker
+
+    def num_generated_since(num_before: int) -> int:
+        return worker.stats.num_generated_tokens - num_before
+
+    num_before = worker.stats.num_generated_tokens
     stream = await client.completions.create(
         model="demo", prompt="Once", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
     )
     async for _ in stream:
         break
     await close_stream_early(stream)
-    await wait_until(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: worker.num_outstanding == worker.stats.num_used_blocks == 0)
+    assert 0 < num_generated_since(num_before) < 800, "the stream was not cancelled"
+    num_before = worker.stats.num_generated_tokens
     with pytest.raises(openai.APITimeoutError):
         await client.completions.create(
             model="demo", prompt="Once", max_tokens=1000, n=8, extra_body={"ignore_eos": True}, timeout=0.1
         )
-    await wait_until(lambda: server.services.worker.num_outstanding == 0)
+    await wait_until(lambda: worker.num_outstanding == worker.stats.num_used_blocks == 0)
+    assert num_generated_since(num_before) < 8000, "the request was not cancelled"
 
 
 async def check_concurrent_requests(client: AsyncOpenAI, server: InProcessServer) -> None:

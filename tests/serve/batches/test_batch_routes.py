@@ -133,15 +133,14 @@ async def test_a_batch_can_be_cancelled(tmp_path: Path) -> None:
         assert server.services.worker.num_outstanding == 0
 
 
-async def test_the_ascending_list_of_files_is_the_reverse_of_the_default_list(tmp_path: Path) -> None:
+async def test_files_are_listed_in_the_order_of_their_creation(tmp_path: Path) -> None:
     async with run_in_process(state_dir=str(tmp_path)) as server:
         client = server.openai
-        for _ in range(3):
-            await client.files.create(file=make_request_lines(1), purpose="batch")
-        newest_ids = [file.id async for file in client.files.list()]
-        assert len(newest_ids) == 3
+        files = [await client.files.create(file=make_request_lines(1), purpose="batch") for _ in range(12)]
+        newest_ids = [file.id for file in files[::-1]]
+        assert [file.id async for file in client.files.list()] == newest_ids
         assert [file.id async for file in client.files.list(order="desc")] == newest_ids
-        assert [file.id async for file in client.files.list(order="asc", limit=2)] == newest_ids[::-1]
+        assert [file.id async for file in client.files.list(order="asc", limit=5)] == newest_ids[::-1]
         refused_response = await server.http.get("/v1/files", params={"order": "size"})
         assert refused_response.json()["error"]["param"] == "order"
 
