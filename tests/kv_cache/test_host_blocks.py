@@ -68,7 +68,7 @@ def test_host_memory_for_two_blocks_restores_at_most_two_blocks() -> None:
     manager = kv_manager(5, host_memory=2 * BLOCK_BYTES)
     count_cached_tokens(manager, first_prompt)
     count_cached_tokens(manager, second_prompt)
-    assert count_cached_tokens(manager, first_prompt) in (0, 4, 8)
+    assert count_cached_tokens(manager, first_prompt) == 8
     assert host_blocks(manager).num_blocks == 2
 
 

@@ -92,7 +92,9 @@ def test_the_autoscaler_scales_the_deployment_by_an_engine_metric() -> None:
     spec = MANIFESTS["hpa"]["spec"]
     assert spec["scaleTargetRef"]["name"] == MANIFESTS["deployment"]["metadata"]["name"]
     (metric,) = spec["metrics"]
-    assert metric["pods"]["metric"]["name"] in {metric.name for metric in ENGINE_METRICS}
+    name = metric["pods"]["metric"]["name"]
+    assert name in {metric.name for metric in ENGINE_METRICS}
+    assert not name.endswith("_total"), "the autoscaler needs a gauge"
 
 
 # -- KubeRay ---------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ async def test_very_long_prompts_with_a_common_prefix_go_to_one_worker() -> None
     assert (list_request_ids(first_engine), list_request_ids(second_engine)) == (["a", "b"], [])
 
 
-@pytest.mark.parametrize("event", ["removed", "cleared", "restarted"])
+@pytest.mark.parametrize("event", ["removed", "cleared"])
 async def test_an_evicted_prefix_does_not_affect_routing(event: str) -> None:
     first_engine, second_engine = make_caching_engine(), make_caching_engine()
     router = WorkerRouter([first_engine, second_engine])
