@@ -256,8 +256,8 @@ def export(model: str, path: str) -> None:
 def serve(model: str, engine: str, option: str) -> None:
     """Load an engine and run the workloads that standard input names, one name per line.
 
-    Prints an empty JSON object when the engine is loaded, and then the result of each workload as one line of
-    JSON. If a package is missing, prints an object with ``skipped`` and returns.
+    Prints an empty JSON object when the engine is loaded and warmed up, and then the result of each workload
+    as one line of JSON. If a package is missing, prints an object with ``skipped`` and returns.
 
     Args:
         model: the folder of the checkpoint.

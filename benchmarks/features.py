@@ -146,7 +146,7 @@ def runs_with_options(params: dict[str, Any] | None = None, **options: Any) -> C
 
 
 def lora_runs(source: ModelSource, batch: int) -> tuple[Run, Run]:
-    """Return the runs without and with four adapters."""
+    """Return the runs whose prompts use no adapter, and one of four. All four are loaded in both runs."""
     names = [f"a{number}" for number in range(4)]
     shape = SHAPES[source.shape]
     paths = [write_adapter(Path(source.folder), name, shape, seed) for seed, name in enumerate(names)]

@@ -5,8 +5,8 @@
 
 The model and espeak-ng speak each sentence. Two speech recognizers transcribe the speech of the model and of
 espeak-ng. The mel distance compares the model's speech of a sentence with espeak-ng's speech of the same
-sentence, and of another sentence (the control). For each phrase of `SELECTED_PHRASES`, the tool also counts
-the spellings whose speech the recognizers understand.
+sentence, and of another sentence (the control). The tool also speaks each phrase of `SELECTED_PHRASES` with
+several punctuation marks and capitalizations, and counts those that are transcribed without an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock import LLM
 
 
 def held_out_sentences(count: int, seed: int) -> list[str]:
-    """Return distinct sentences that are not in the texts of either training."""
+    """Return distinct sentences that are not in the texts and pairs of the demo voice's training."""
     rng = random.Random(seed)
-    known, training_pairs = set(training_texts(7, 14_000, 4_500)), " ".join(sentence_pairs(12, 700))
+    known, training_pairs_text = set(training_texts(7, 14_000, 4_500)), " ".join(sentence_pairs(12, 700))
     texts: list[str] = []
     while len(texts) < count:
-        if (text := sentence(rng)) not in known and text not in training_pairs:
+        if (text := sentence(rng)) not in known and text not in training_pairs_text:
             known.add(text)
             texts.append(text)
     return texts

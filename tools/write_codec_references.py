@@ -1,4 +1,4 @@
-"""Write tests/codecs/references: tiny codecs with random weights, and the outputs of their original packages.
+"""Write tests/codecs/references: tiny random codecs, and the outputs of their reference implementations.
 
     python tools/write_codec_references.py [snac] [neucodec]
 
@@ -100,7 +100,7 @@ def write_snac(name: str) -> None:
 
 
 def write_neucodec() -> None:
-    """Write the decoder of a NeuCodec checkpoint, and decoded frames."""
+    """Write a NeuCodec checkpoint without the encoder, except ``fc_encoder``, and decoded frames."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)

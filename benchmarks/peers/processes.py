@@ -1,4 +1,4 @@
-"""The memory of a process and its descendants, read from ``/proc``, and the termination of a session."""
+"""The memory of a process and its descendants, from ``/proc``, and the termination of a process group."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def process_tree(pid: int) -> list[int]:
     return tree
 
 
-def anonymous_bytes(pid: int) -> int:
-    """Return the bytes of anonymous and shared memory of a process and its descendants.
+def anonymous_and_shared_bytes(pid: int) -> int:
+    """Return the resident bytes of anonymous and shared memory of a process and its descendants.
 
     Shared memory counts once for each process that maps it.
     """
@@ -45,7 +45,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 class PeakMemory:
-    """Samples `anonymous_bytes` of a process at most 50 times per second until `stop`, and keeps the peak."""
+    """Samples `anonymous_and_shared_bytes` of a process until `stop`, at most 50 times per second."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -62,7 +62,7 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while True:
-            self._peak_bytes = max(self._peak_bytes, anonymous_bytes(self._pid))
+            self._peak_bytes = max(self._peak_bytes, anonymous_and_shared_bytes(self._pid))
             if self._stop_event.wait(1 / _SAMPLES_PER_SECOND):
                 return
 

@@ -1,4 +1,4 @@
-"""Output of comparisons: the Markdown table of docs/performance.md, and a plot of the ratios."""
+"""Output of comparisons: a Markdown table, to be edited for docs/performance.md, and a plot of ratios."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
-"""The content of a file that ``run --json`` wrote."""
+"""The content of a file that ``python -m benchmarks.peers run --json`` wrote."""
 
 _HEADER = "| model | encoding | work | Penstock | peer | ratio | pairs | machine |"
 _RULE = "|---|---|---|---:|---|---:|---:|---|"
 
 
 def markdown_table(reports: Sequence[Report]) -> str:
-    """Return a Markdown table with one row per figure.
+    """Return a Markdown table with one row per measured value of each workload.
 
-    Figures are medians over the pairs of runs. The ratio is the median of the ratios of the pairs; the lowest
-    and the highest ratio are in parentheses. The column ``machine`` has the medians of the probes before the
-    pairs.
+    The values of Penstock and of the peer are medians over the pairs of runs. The ratio is the median of the
+    ratios of the pairs; the lowest and the highest ratio are in parentheses. The column ``machine`` has the
+    median memory bandwidth and FLOP/s of the machine, measured before each pair.
     """
     lines = [_HEADER, _RULE]
     for report in reports:

@@ -82,7 +82,7 @@ def test_the_cache_uses_the_memory_left_by_weights_and_activations(checkpoint: P
     assert plans[1 * MIB].num_blocks[0] > 2 * plans[4 * MIB].num_blocks[0]
 
 
-def test_device_memory_utilization_and_kv_cache_memory_limit_the_cache(checkpoint: Path) -> None:
+def test_the_cache_is_limited_by_device_memory_utilization_and_kv_cache_memory(checkpoint: Path) -> None:
     memory = FakeDeviceMemory(10 * MIB, 3 * MIB, 1 * MIB)
     plan = make_memory_plan(checkpoint, memory, max_batch_size=200, device_memory_utilization=0.5)
     assert 0 <= 5 * MIB - plan.static_size - plan.kv_cache_size < plan.kv_cache_size // plan.num_blocks[0]

@@ -1,4 +1,4 @@
-"""GTE in its published format: rotary frequencies, token weights, refused options."""
+"""GTE with ``model_type`` ``new`` (custom code): rotary frequencies, token weights, refused options."""
 
 from __future__ import annotations
 

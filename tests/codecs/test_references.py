@@ -1,4 +1,4 @@
-"""Codecs agree with their original packages. Chunks, growing streams and batches agree with whole streams."""
+"""Codecs agree with their reference implementations. Chunks, streams and batches agree with whole streams."""
 
 from __future__ import annotations
 

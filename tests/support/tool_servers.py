@@ -23,7 +23,7 @@ class ServedTools:
     url: str
     calls: list[tuple[str, object]] = field(default_factory=list)
     """Name and arguments of each call of ``add``, ``fail`` and ``slow``."""
-    num_lists: int = 0
+    num_list_requests: int = 0
     """Number of requests for the list of tools."""
     num_sessions: int = 0
     """Number of requests that begin a session."""
@@ -101,7 +101,7 @@ def tool_server(token: str | None = None) -> Iterator[ServedTools]:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        served.num_lists += b'"tools/list"' in body
+        served.num_list_requests += b'"tools/list"' in body
         served.num_sessions += b'"initialize"' in body or b'"server/discover"' in body
         pending_messages = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -17,7 +17,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, image_d
 
 
 def save_vision_model(architecture: SupportedArchitecture, folder: Path, **changed_values: Any) -> Any:
-    """Save a model with random weights, large enough that a mistake changes the logits. Return it in float32.
+    """Save a model whose random weights are so large that a mistake changes the logits. Return it in float32.
 
     Args:
         architecture: its tiny configuration is used.
@@ -224,7 +224,7 @@ def chunk_logits(
 def forward_logits(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextAndVisionContext]
 ) -> torch.Tensor:
-    """Return the logits ``[R, V]`` of the active tokens of all contexts, from one forward."""
+    """Return the logits ``[R, V]`` of the R tokens that the next step computes for all contexts."""
     for context in contexts:
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context)

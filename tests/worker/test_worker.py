@@ -179,4 +179,4 @@ def test_an_idle_worker_packs_pending_weights_until_a_command_arrives(
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(runtime, socket, lambda report: None).run()
     assert 5 - len(pending_weights) == num_packed
-    assert socket.waits == [None], "after packing, the worker blocks until a command arrives"
+    assert socket.waits == [None], "the worker waits once, without a time limit"

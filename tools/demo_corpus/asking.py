@@ -54,7 +54,7 @@ def vary_question(rng: random.Random, options: Sequence[str]) -> str:
 
 
 def vary_command(rng: random.Random, options: Sequence[str]) -> str:
-    """Return one of the requests of the form ``Tell me ...``, sometimes with a polite phrase."""
+    """Return one of the requests of the form ``Tell me ...``, sometimes with words such as ``Please``."""
     text = pick(rng, options)
     if rng.random() < 0.35:
         prefix = pick(rng, COMMAND_PREFIXES)

@@ -70,7 +70,7 @@ def test_weights_of_several_shapes_and_types_are_packed_as_defined(
     weight[0, 0] = 30
     assert_equals_definition(ops, encoding, weight)
     wider_tensor = torch.randn(shape[0], shape[1] + 3).to(dtype)
-    assert_equals_definition(ops, encoding, wider_tensor[:, 1:-2])  # the rows are strided
+    assert_equals_definition(ops, encoding, wider_tensor[:, 1:-2])  # the rows are not adjacent in memory
 
 
 @pytest.mark.matrix
@@ -111,7 +111,7 @@ def test_any_finite_numbers_are_packed_as_defined(encoding: str, weight: list[li
 def test_integers_times_a_float16_scale_are_packed_exactly(
     ops: CpuOps, encoding: str, lowest_integer: int, step: int
 ) -> None:
-    """The largest weight of each group is the lowest integer times a float16 value.
+    """In each group, the weight of largest magnitude is the lowest integer times a float16 value.
 
     The scale of the group must be this float16 value. Step 1 checks all positive finite float16 values.
     """

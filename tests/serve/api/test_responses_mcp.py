@@ -156,7 +156,7 @@ def record_prompts(server: InProcessServer) -> Iterator[list[str]]:
 async def test_a_later_response_continues_the_conversation(tools: ServedTools) -> None:
     async with run_server(tools, call_text("add", a=2, b=3), "5") as server:
         first_response = await create(server)
-        num_lists_before = tools.num_lists
+        num_list_requests_before = tools.num_list_requests
         with record_prompts(server) as prompts:
             second_response = await create(server, "And?", previous_response_id=first_response.id)
         assert item_types(second_response) == ["message"]  # the tools are already listed
@@ -167,7 +167,7 @@ async def test_a_later_response_continues_the_conversation(tools: ServedTools) -
             server, [{"role": "user", "content": "Add"}, *items, _make_user_message("And?")]
         )
         assert item_types(continued_response) == ["message"]
-        assert tools.num_lists == num_lists_before
+        assert tools.num_list_requests == num_list_requests_before
 
 
 def _make_user_message(text: str) -> dict[str, Any]:
@@ -468,6 +468,6 @@ async def test_a_template_without_tools_disables_tool_servers(
 
 async def test_concurrent_requests_share_the_tool_lists(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
-        num_lists_before = tools.num_lists
+        num_list_requests_before = tools.num_list_requests
         await asyncio.gather(*(create(server) for _ in range(4)))
-        assert tools.num_lists <= num_lists_before + 1
+        assert tools.num_list_requests <= num_list_requests_before + 1

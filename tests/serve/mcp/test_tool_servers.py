@@ -88,15 +88,15 @@ async def test_a_token_is_sent_and_not_printed() -> None:
 
 
 @needs_mcp
-async def test_tool_lists_and_failures_are_cached_until_they_expire(
+async def test_tool_lists_and_failures_are_cached_and_lists_expire(
     calculator: ServedTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = ToolServers([f"t={calculator.url}", "away=http://127.0.0.1:9/mcp"], [], 20)
     reachable, unreachable = servers
-    num_lists_before = calculator.num_lists
+    num_list_requests_before = calculator.num_list_requests
     first_list, *other_lists = await asyncio.gather(*(servers.tools_of(reachable) for _ in range(5)))
     assert all(tool_list is first_list for tool_list in other_lists)
-    assert calculator.num_lists == num_lists_before + 1
+    assert calculator.num_list_requests == num_list_requests_before + 1
     failed_list = await servers.tools_of(unreachable)
     assert failed_list.error is not None
     assert await servers.tools_of(unreachable) is failed_list
@@ -104,7 +104,7 @@ async def test_tool_lists_and_failures_are_cached_until_they_expire(
     servers.close()
     await servers.tools_of(reachable)
     await servers.tools_of(reachable)
-    assert calculator.num_lists == num_lists_before + 3
+    assert calculator.num_list_requests == num_list_requests_before + 3
     assert servers.by_url(calculator.url + "/") is reachable
     assert servers.by_url("http://example.org/mcp") is None
 
