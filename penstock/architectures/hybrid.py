@@ -43,6 +43,7 @@ class HybridModel(TransformerModel):
     """
 
     supports_tensor_parallelism = False
+    ignored_weights = (*TransformerModel.ignored_weights, "mtp.*")  # multi-token prediction layers
     is_by_key_head: ClassVar[bool] = False
     """Whether the checkpoints store the projections of linear attention by key head, as Qwen3-Next does."""
 

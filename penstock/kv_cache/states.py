@@ -32,7 +32,6 @@ class RecurrentStates:
     """
 
     def __init__(self, spec: StateSpec, num_states: int, num_saved: int, device: torch.device) -> None:
-        self.num_states = num_states
         self._device = device
         total = num_states + num_saved
         inputs_shape = (total, spec.kernel - 1, spec.channels)

@@ -13,8 +13,6 @@ from penstock.nn import Blueprint, Loader, LoadFeedForward
 class Qwen35MoeTextModel(HybridModel):
     """Reads the configuration of Qwen3.5 with experts and builds its text network."""
 
-    ignored_weights = (*HybridModel.ignored_weights, "mtp.*")  # multi-token prediction, which drafts tokens
-
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         # The file has no intermediate_size, because no layer is dense.

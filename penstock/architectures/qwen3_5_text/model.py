@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 class Qwen35TextModel(HybridModel):
     """Reads the configuration of Qwen3.5 and builds its text network."""
 
-    ignored_weights = (*HybridModel.ignored_weights, "mtp.*")  # multi-token prediction, which drafts tokens
-
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         return hybrid_blueprint(

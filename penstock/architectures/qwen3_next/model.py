@@ -17,7 +17,6 @@ class Qwen3NextModel(HybridModel):
     """Reads the configuration of Qwen3-Next and builds its network."""
 
     is_by_key_head = True
-    ignored_weights = (*HybridModel.ignored_weights, "mtp.*")  # multi-token prediction, which drafts tokens
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -53,12 +53,9 @@ class DeepstackNetwork(VisionLanguageNetwork):
         return hidden, normalized
 
 
-class Qwen3VisionModel(QwenVisionModel):
-    """Reads the configuration of Qwen3-VL and builds its network."""
+class Qwen3EncoderModel(QwenVisionModel):
+    """Reads the configuration of a model with the encoder of Qwen3-VL."""
 
-    network: DeepstackNetwork
-    text_family = Qwen3Model
-    sections = (24, 20, 20)
     vision_tables = ("visual.pos_embed.weight",)
     vision_defaults: ClassVar[Mapping[str, object]] = {
         "depth": 27,
@@ -67,7 +64,6 @@ class Qwen3VisionModel(QwenVisionModel):
         "num_heads": 16,
         "patch_size": 16,
         "out_hidden_size": 3584,
-        "deepstack_visual_indexes": [8, 16, 24],
     }
 
     @classmethod
@@ -78,6 +74,18 @@ class Qwen3VisionModel(QwenVisionModel):
     def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> Qwen3Vision:
         hidden = cls.blueprint(huggingface_config).hidden
         return Qwen3Vision.load(load, "visual", cls.vision_config(huggingface_config), hidden)
+
+
+class Qwen3VisionModel(Qwen3EncoderModel):
+    """Reads the configuration of Qwen3-VL and builds its network."""
+
+    network: DeepstackNetwork
+    text_family = Qwen3Model
+    sections = (24, 20, 20)
+    vision_defaults: ClassVar[Mapping[str, object]] = {
+        **Qwen3EncoderModel.vision_defaults,
+        "deepstack_visual_indexes": [8, 16, 24],
+    }
 
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> DeepstackNetwork:
