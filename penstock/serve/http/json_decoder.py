@@ -36,6 +36,8 @@ class JsonDecoder:
     def __init__(self, niceness: int = 0) -> None:
         self._niceness = niceness
         self._process: asyncio.subprocess.Process | None = None
+        self._killed: set[asyncio.Task[None]] = set()
+        """One task for each killed process that has not ended yet."""
         self._lock = asyncio.Lock()
 
     async def decode(self, body: bytes, max_values: int, max_items: int) -> object:
@@ -64,17 +66,18 @@ class JsonDecoder:
         raise InvalidJsonError(message) if reply_kind == INVALID_JSON else TooManyValuesError(message)
 
     async def close(self) -> None:
-        """Stop the process if it is running."""
-        process = self._kill()
-        if process is not None:
-            await process.wait()
+        """Stop the process if it is running. Return when all killed processes have ended."""
+        self._kill()
+        await asyncio.gather(*self._killed)
 
-    def _kill(self) -> asyncio.subprocess.Process | None:
+    def _kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-        return process
+            task = asyncio.create_task(_discard_output(process))
+            self._killed.add(task)
+            task.add_done_callback(self._killed.discard)
 
     async def _exchange(self, header: bytes, body: bytes) -> tuple[int, bytes]:
         if self._process is None or self._process.returncode is not None:
@@ -100,6 +103,15 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
         start_new_session=True,  # Ctrl-C must not reach the process, because the server stops it
         limit=_PIPE_BUFFER_BYTES,
     )
+
+
+async def _discard_output(process: asyncio.subprocess.Process) -> None:
+    """Read the rest of the output and wait until the process has ended.
+
+    A pipe whose reader has too much unread data is not watched any more. It would stay open for ever.
+    """
+    with suppress(OSError):
+        await process.communicate()
 
 
 def _unmarshal(data: bytes) -> object:

@@ -139,6 +139,27 @@ async def test_the_reply_to_a_cancelled_request_is_discarded(decoder: JsonDecode
     assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
 
 
+async def test_the_pipes_of_a_cancelled_request_are_closed() -> None:
+    decoder = JsonDecoder()
+    await decoder.decode(b"[]", NO_LIMIT, NO_LIMIT)
+    assert decoder._process is not None
+    assert decoder._process.stdout is not None
+    decoder._process.send_signal(signal.SIGSTOP)
+    task = asyncio.ensure_future(decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT))
+    await asyncio.sleep(0)
+    # A long reply arrives, and the request is cancelled before it reads the reply. asyncio stops watching
+    # the pipe.
+    decoder._process.stdout.feed_data(REPLY_HEADER.pack(json_process.DECODED, 2**30) + bytes(2**23))
+    transport = decoder._process._transport
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await decoder.decode(b"[1]", NO_LIMIT, NO_LIMIT) == [1]
+    await decoder.close()
+    assert transport.is_closing()
+    assert transport.get_pipe_transport(1).is_closing()
+
+
 def test_the_process_serves_until_its_input_ends() -> None:
     requests = b"".join(
         REQUEST_HEADER.pack(len(body), 5, 5) + body for body in (b"[1]", b"{", b"[[],[],[],[],[],[]]")
