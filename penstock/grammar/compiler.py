@@ -78,7 +78,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: provides the bytes of each token and the end-of-sequence tokens.
-        vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
+        vocab_size: number of logits of the model, which may exceed the number of tokens of the tokenizer.
         config: the backend, the limits and the cache size. None means the defaults.
     """
 
@@ -90,7 +90,7 @@ class GrammarCompiler:
         self._backend = _BACKENDS[self.config.backend](tokenizer, vocab_size, self.config)
         self._cache: OrderedDict[Grammar, CompiledGrammar | PenstockError] = OrderedDict()
         self._cache_bytes = 0
-        # Grammar -> time.monotonic() at its first request.
+        # Grammar that has no thread yet -> `time.monotonic()` when `ready` was first called for it.
         self._waiting: OrderedDict[Grammar, float] = OrderedDict()
         self._jobs: list[_Job] = []  # compilations within the time limit
         self._overdue: list[_Job] = []  # compilations that have exceeded the time limit and still run
@@ -122,7 +122,7 @@ class GrammarCompiler:
         compiled_grammar = self._cached_or_compiled(context.grammar)
         if compiled_grammar is None:
             return False
-        context.set_matcher(_matcher_after_generated(compiled_grammar, stop_token_ids, context))
+        context.set_matcher(_matcher_after_generated_tokens(compiled_grammar, stop_token_ids, context))
         return True
 
     def close(self) -> None:
@@ -265,10 +265,14 @@ class _Job:
             )
 
 
-def _matcher_after_generated(
+def _matcher_after_generated_tokens(
     compiled_grammar: CompiledGrammar, stop_token_ids: list[int], context: TextContext
 ) -> GrammarMatcher:
-    """Return a matcher that has accepted the context's generated tokens."""
+    """Return a matcher that has accepted the context's generated tokens.
+
+    Raises:
+        InputError: the grammar does not accept the tokens.
+    """
     matcher = compiled_grammar.new_matcher(stop_token_ids)
     for index, token in enumerate(context.generated_tokens.tolist()):
         if not matcher.accept_token(token):

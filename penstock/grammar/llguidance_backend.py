@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with llguidance, with limits on memory and on the time of a mask."""
+"""Compiles and matches grammars with llguidance, with limits on the memory and the time per mask."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LLGuidanceBackend:
 
     Args:
         tokenizer: provides the bytes of each token.
-        vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
+        vocab_size: number of logits of the model, which may exceed the number of tokens of the tokenizer.
         config: the limits, and the whitespace that JSON may contain.
     """
 
@@ -122,8 +122,8 @@ class _TokenizerAdapter:
     """Adapts a tokenizer to llguidance.
 
     Each context has its own end-of-sequence tokens, but llguidance supports only one end-of-sequence token.
-    llguidance's token is therefore an additional token id after the vocabulary. `LLGuidanceMatcher` handles
-    the end-of-sequence tokens of the context.
+    The end-of-sequence token for llguidance is therefore an additional token id after the vocabulary.
+    `LLGuidanceMatcher` handles the end-of-sequence tokens of the context.
     """
 
     def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes]) -> None:
@@ -198,7 +198,9 @@ class LLGuidanceMatcher:
         return self._stop_token_ids
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. Change nothing and return False if it is not allowed or the output has ended.
+        """Advance by a token and return True.
+
+        Returns False and changes nothing if the token is not allowed or the output has ended.
 
         Raises:
             InputError: a limit was exceeded.
@@ -269,10 +271,11 @@ class LLGuidanceMatcher:
         self._compiled.is_usable = False
         self.failure = limit_error(self._compiled.grammar, reason)
 
-    def _add_stop_tokens(self, row: np.ndarray, num_words: int) -> None:
-        """Set or clear the bits of the context's stop tokens in a computed row, and cache the row.
+    def _cache_row_with_stop_tokens(self, row: np.ndarray, num_words: int) -> None:
+        """Correct the bits of tokens that end the output in a row that llguidance computed. Cache the row.
 
-        After a failure, the cached row allows all tokens.
+        The bit of llguidance's end-of-sequence token is cleared. The bits of the context's stop tokens are
+        set if the output can end here, else cleared. After a failure, the cached row allows all tokens.
         """
         self._check_failure()
         if self.failure is not None:
@@ -312,7 +315,7 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
                 pairs, computed_rows.ctypes.data, 4 * words_per_row, len(uncached_matchers)
             )
         for row, matcher in zip(computed_rows, uncached_matchers, strict=True):
-            matcher._add_stop_tokens(row, words.shape[1])
+            matcher._cache_row_with_stop_tokens(row, words.shape[1])
     for matcher, index in rows:
         assert matcher._cached_row is not None
         words[index] = matcher._cached_row

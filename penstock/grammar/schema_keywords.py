@@ -29,12 +29,13 @@ def check_json_schema(schema: object) -> None:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise an error if a grammar of any kind is invalid.
+    """Raise an error if a grammar has an invalid JSON schema, regular expression or list of choices.
 
     This function does not check EBNF, nor most formats of structural tags. The grammar compiler checks them.
 
     Raises:
-        UnsupportedSchemaError: a JSON schema in the grammar has a keyword that is not supported.
+        UnsupportedSchemaError: a JSON schema in the grammar has a keyword that is not supported, or its
+            grammar is too large.
         UnsupportedFeatureError: a structural tag has a field or format that is not supported.
         InputError: the text is not valid for its kind.
     """

@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with xgrammar, which has no limits on the memory and the time of a mask."""
+"""Compiles and matches grammars with xgrammar, which does not limit the memory and the time per mask."""
 
 from __future__ import annotations
 

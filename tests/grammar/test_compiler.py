@@ -95,7 +95,7 @@ def test_a_context_without_a_grammar_is_ready_at_once() -> None:
     assert context.matcher is None
 
 
-def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_is_compiled_once_until_the_cache_evicts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_grammars: list[Grammar] = []
     original_source = llguidance_backend.grammar_source
 

@@ -49,7 +49,7 @@ def test_costly_grammars_below_the_limits_are_matched(kind: str, grammar: object
 AMBIGUOUS_RULES = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
 
 
-def test_the_mask_limit_ends_only_its_request_and_names_the_grammar() -> None:
+def test_a_mask_above_the_limit_ends_only_its_request_and_the_error_names_the_grammar() -> None:
     grammars = new_compiler(mask_items=200)
     costly_context = wait_until_ready(grammars, make_grammar_context("ebnf", AMBIGUOUS_RULES))
     other_context = wait_until_ready(grammars, make_grammar_context("regex", "[ab]*"))

@@ -29,16 +29,16 @@ def test_contexts_without_a_grammar_have_no_mask() -> None:
     assert grammar_bitmask([make_context_without_grammar()], np.array([0]), VOCABULARY) is None
 
 
-def test_a_sequence_with_n_draft_tokens_has_n_plus_1_mask_rows() -> None:
+def test_each_mask_row_allows_the_tokens_after_the_draft_tokens_before_it() -> None:
     contexts = [
         compile_context("regex", "ab*c"),
         make_context_without_grammar(),
         compile_context("regex", "x"),
     ]
-    sequences = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    context_indices = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     drafts = [list(b"ab"), [5], [ord("x"), EOS]]
     for _ in range(2):  # the second call gives the same mask, so the first call has not advanced the matchers
-        mask = grammar_bitmask(contexts, sequences, VOCABULARY, drafts)
+        mask = grammar_bitmask(contexts, context_indices, VOCABULARY, drafts)
         assert mask is not None
         all_tokens = list(range(VOCABULARY))
         assert [decode_mask_row(row) for row in mask] == [
@@ -77,7 +77,7 @@ def test_forced_tokens_are_the_only_continuation(pattern: str, limit: int, expec
         assert bytes(forced_tokens(context, limit, VOCABULARY)) == expected
 
 
-def test_no_tokens_are_forced_without_a_grammar_or_after_its_end() -> None:
+def test_no_tokens_are_forced_without_a_grammar_or_after_the_end_token() -> None:
     assert forced_tokens(make_context_without_grammar(), 5, VOCABULARY) == []
     context = compile_context("regex", "a", generated=b"a")
     context.update(EOS)

@@ -33,7 +33,7 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.positions import LexemePositions
 
-_MAX_COUNTED = 3  # repetitions with higher bounds are treated as unbounded
+_MAX_EXPANDED_COUNT = 3  # repetitions with higher bounds are treated as unbounded
 MAX_WORK = 600_000  # maximum number of visited automaton states, which takes about two seconds
 
 
@@ -54,9 +54,9 @@ def find_conflicts(
         check_time: called regularly; raises at the time limit.
 
     Returns:
-        ({name of a lexeme whose match can continue: name of the lexeme that must end earlier}, number of
-        visited states). Both names can be equal. If the number of visited states exceeds `MAX_WORK`, the
-        search was aborted and the dict is empty.
+        ({name of the lexeme that matches the longer text: name of the lexeme that matches the shorter text},
+        number of visited states). Both names can be equal. The dict has at most one conflict per key. If the
+        number of visited states exceeds `MAX_WORK`, the search was aborted and the dict is empty.
     """
     classes = _CharacterClasses(lexemes, lexeme_rules)
     nfa = _Nfa(classes, lexeme_rules)
@@ -98,8 +98,9 @@ def _longer_matches(
     """Find the conflicts among the lexemes ``lexeme_names``, which may start at the same position.
 
     Returns:
-        ({lexeme that can continue: lexeme that must end}, pairs of lexemes that match a common text). The
-        keys of the dict exclude lexemes of a single character, because their match cannot continue.
+        ({lexeme that matches the longer text: lexeme that matches the shorter text}, pairs of lexemes that
+        match a common text). The keys of the dict exclude lexemes of a single character, because their match
+        cannot continue.
     """
     conflicts: dict[str, str] = {}
     overlapping: set[frozenset[str]] = set()
@@ -132,20 +133,20 @@ def _successors(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
     edges = [edge for state in states for edge in nfa.edges[state]]
     classes: dict[int, set[int]] = {}  # disjoint sets of character classes -> target states
     for mask, target in edges:
-        rest = mask
+        remaining_mask = mask
         for class_mask in list(classes):
-            common = class_mask & rest
+            common = class_mask & remaining_mask
             if not common:
                 continue
             targets = classes.pop(class_mask)
             if class_mask & ~common:
                 classes[class_mask & ~common] = targets
             classes[common] = targets | {target}
-            rest &= ~common
-            if not rest:
+            remaining_mask &= ~common
+            if not remaining_mask:
                 break
-        if rest:
-            classes[rest] = {target}
+        if remaining_mask:
+            classes[remaining_mask] = {target}
     yield from classes.values()
 
 
@@ -307,10 +308,10 @@ class _Nfa:
         return self._add_free_text(node, start)
 
     def _add_repeat(self, node: Repeat, start: int) -> int:
-        for _ in range(min(node.min_count, _MAX_COUNTED)):
+        for _ in range(min(node.min_count, _MAX_EXPANDED_COUNT)):
             start = self._add_node(node.part, start)
         end = self._add_state()
-        if node.max_count is None or node.max_count > _MAX_COUNTED:
+        if node.max_count is None or node.max_count > _MAX_EXPANDED_COUNT:
             loop = self._add_state()
             self._empty_edges[start].append(loop)
             self._empty_edges[self._add_node(node.part, loop)].append(loop)

@@ -129,7 +129,7 @@ class _Reader:
     def _atom(self, depth: int, first_uses: dict[str, int]) -> Node:
         char = self._text[self._position]
         if char == '"':
-            text = self._match(_STRING_LITERAL, "an unterminated text")[1]
+            text = self._match(_STRING_LITERAL, "an unterminated string")[1]
             code_points = [code_point for code_point, _ in self._chars(text)]
             if any(0xD800 <= code_point <= 0xDFFF for code_point in code_points):
                 self._fail("a surrogate code point, which UTF-8 cannot encode,")

@@ -35,7 +35,7 @@ from penstock.grammar.lark.nodes import (
 from penstock.grammar.lark.simplify import post_order
 
 MAX_LEXEME_SIZE = 1_000  # maximum nodes and characters of a lexeme, with its rules expanded
-MAX_ONLY_LEXEME_SIZE = 50_000  # the same maximum for a lexeme that is the whole grammar
+MAX_SINGLE_LEXEME_SIZE = 50_000  # the same maximum for a lexeme that is the whole grammar
 MAX_LEXEME_DEPTH = 300  # maximum nesting of rules in a lexeme; llguidance recurses once per level
 ANY_SIZE = 1 << 59  # a maximum that every node satisfies, except nodes of size `_TOO_LARGE`
 _TOO_LARGE = 1 << 60  # the size of nodes that cannot be a lexeme
@@ -63,7 +63,7 @@ class FreeTextConflict(Exception):
 
 
 def divide(
-    rules: Rules, root: str, check_time: Callable[[], None], max_only_size: int = MAX_ONLY_LEXEME_SIZE
+    rules: Rules, root: str, check_time: Callable[[], None], max_single_size: int = MAX_SINGLE_LEXEME_SIZE
 ) -> Division:
     """Divide simplified rules into lexemes and rules over lexemes. The language stays the same.
 
@@ -71,13 +71,13 @@ def divide(
         rules: the rules of the grammar.
         root: the name of the start rule.
         check_time: called regularly; raises at the time limit.
-        max_only_size: maximum nodes and characters of a lexeme that is the whole grammar.
+        max_single_size: maximum nodes and characters of a lexeme that is the whole grammar.
 
     Raises:
         FreeTextConflict: a lexeme of free text has a conflict or is too large, and free text cannot be split.
     """
     limits = _LexemeLimits(rules)
-    if limits.is_lexeme(Ref(root), max_only_size):
+    if limits.is_lexeme(Ref(root), max_single_size):
         return Division({"start": Ref("lexeme_0")}, {"lexeme_0": rules[root]}, rules, "start")
     split_nodes: dict[Node, list[Node]] = {}
     total_work = 0
@@ -98,9 +98,9 @@ def divide(
 def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
     """Split a lexeme that has a conflict with `prefix` into parts.
 
-    If the lexeme begins with `prefix` and is longer, the parts are `prefix` and the rest. Otherwise the parts
-    are the children of the node. A node without children, such as a text, gives an empty list; `_Divider`
-    splits a text into characters.
+    If the lexeme begins with `prefix` and is longer than `prefix`, the parts are `prefix` and the rest of the
+    lexeme. Otherwise the parts are the children of the lexeme's node. A node without children, such as a
+    text, gives an empty list; `_Divider` splits a text into characters.
     """
     parts = node.parts if isinstance(node, Seq) else (node,)
     if prefix != node:
@@ -112,8 +112,8 @@ def _split_lexeme(node: Node, prefix: Node) -> list[Node]:
                 return [prefix, sequence(parts[size + 1 :])]
             if isinstance(last_prefix_part, Text) and isinstance(first_part := parts[size], Text):
                 if first_part.text.startswith(last_prefix_part.text):
-                    rest = Text(first_part.text[len(last_prefix_part.text) :])
-                    return [prefix, sequence([rest, *parts[size + 1 :]])]
+                    remaining_text = Text(first_part.text[len(last_prefix_part.text) :])
+                    return [prefix, sequence([remaining_text, *parts[size + 1 :]])]
     return list(children(node))
 
 

@@ -75,7 +75,8 @@ def _extract_counted(
 ) -> tuple[Node, int, int, Node] | None:
     """Return (part, minimum, maximum, following node) of a node ``part{minimum,maximum} following``.
 
-    Returns None if the node has another form. The last part of the node may be a rule of `counted_rules`.
+    Returns None if the node has another form. The last part of the node may be a reference to a rule of
+    `counted_rules`.
     """
     if isinstance(node, Seq) and len(node.parts) == 2 and isinstance(node.parts[0], Alt):
         head, end = node.parts

@@ -219,17 +219,17 @@ class _Reader:
                         "each tag of triggered_tags must begin with exactly one trigger, "
                         f"but {begin!r} begins with {len(matching_triggers)} triggers"
                     )
-                rest = {**tag, "begin": begin[len(matching_triggers[0]) :]}
-                nodes.setdefault(matching_triggers[0], []).append(self.node(rest))
+                tag_after_trigger = {**tag, "begin": begin[len(matching_triggers[0]) :]}
+                nodes.setdefault(matching_triggers[0], []).append(self.node(tag_after_trigger))
         if not nodes:
             raise InputError(f"the {tag_format['type']} of a structural_tag has no tags")
         return {trigger: choice(options) for trigger, options in nodes.items()}
 
-    def _token_triggered_tags(self, tag_format: TagFormat, end_ids: list[tuple[int, int]]) -> Node:
+    def _token_triggered_tags(self, tag_format: TagFormat, end_id_ranges: list[tuple[int, int]]) -> Node:
         """Return the node of free tokens in which a trigger token starts a format.
 
         This is `_triggered_tags` with token ids instead of trigger texts and end texts. The free tokens
-        exclude ``end_ids``; the caller adds the end token.
+        exclude ``end_id_ranges``; the caller adds the end token.
         """
         if tag_format["type"] == "token_dispatch":
             rules = _non_empty_list(tag_format, "rules")
@@ -245,7 +245,7 @@ class _Reader:
             tags = [self.node(tag) for tag in _non_empty_list(tag_format, "tags")]
             stops_after_first = bool(tag_format.get("stop_after_first"))
         excluded_ids = _token_id_ranges([*triggers, *tag_format.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_ids})), negated=True), 0, None)
+        text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_id_ranges})), negated=True), 0, None)
         text_and_tag = sequence([text, choice(tags)])
         result = (
             choice([text, text_and_tag])

@@ -134,12 +134,12 @@ class _Writer:
 _ANY_TEXT = "/(?s:.*)/"  # any text
 
 
-def _text_without(words: tuple[str, ...], rest: str = "(?s:.*)") -> str:
-    """Return an expression for the texts that do not end with a word followed by a match of ``rest``.
+def _text_without(words: tuple[str, ...], suffix_regex: str = "(?s:.*)") -> str:
+    """Return an expression for the texts that do not end with a word followed by a match of ``suffix_regex``.
 
     By default, these are the texts that contain none of ``words``.
     """
-    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){rest}/"
+    return f"~/(?s:.*)(?:{'|'.join(map(_string_literal, words))}){suffix_regex}/"
 
 
 def _operator_text(node: Node, write_node: object) -> str:

@@ -106,8 +106,8 @@ class _Positions:
     def __init__(self, tree: regex.RegexNode) -> None:
         self._nodes: dict[object, regex.RegexNode] = {}  # one object for equal subtrees
         self._position_numbers: dict[tuple[int, int], int] = {}
-        self._nodes_and_rests: list[tuple[regex.RegexNode, int] | None] = [None]  # (node, next position)
-        self._lengths: list[tuple[int, int | None]] = [(0, 0)]  # per position, to the end: (min, max)
+        self._nodes_and_next: list[tuple[regex.RegexNode, int] | None] = [None]  # (node, next position)
+        self._lengths: list[tuple[int, int | None]] = [(0, 0)]  # per position: (min, max) to the end
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
         self._work = 0
@@ -137,9 +137,9 @@ class _Positions:
     def _new_row(self, positions: frozenset[int]) -> _Row:
         events: list[tuple[int, int, int]] = []  # (boundary of a range, 1 or -1, position)
         for position in positions:
-            for ranges, rest in self._step(position)[1]:
+            for ranges, next_position in self._step(position)[1]:
                 for low, high in ranges:
-                    events += [(low, 1, rest), (high + 1, -1, rest)]
+                    events += [(low, 1, next_position), (high + 1, -1, next_position)]
         self._add_work(len(events))
         result: _Row = []
         active_positions: Counter[int] = Counter()
@@ -148,10 +148,10 @@ class _Positions:
             if active_positions:
                 self._add_work(len(active_positions))
                 result.append((start, boundary - 1, frozenset(active_positions)))
-            for _, change, rest in group:
-                active_positions[rest] += change
-                if not active_positions[rest]:
-                    del active_positions[rest]
+            for _, change, next_position in group:
+                active_positions[next_position] += change
+                if not active_positions[next_position]:
+                    del active_positions[next_position]
             start = boundary
         return result
 
@@ -173,27 +173,29 @@ class _Positions:
             self._add_work(1)
             if len(seen) > _MAX_POSITIONS:
                 raise TooLargeError
-            pair = self._nodes_and_rests[current]
+            pair = self._nodes_and_next[current]
             if pair is None:
                 can_end = True
                 continue
-            node, rest = pair
+            node, next_position = pair
             if isinstance(node, regex.Char):
-                transitions.append((node.ranges, rest))
+                transitions.append((node.ranges, next_position))
             elif isinstance(node, regex.RegexSeq):
                 for part in reversed(node.parts):
-                    rest = self._position_of(part, rest)
-                pending.append(rest)
+                    next_position = self._position_of(part, next_position)
+                pending.append(next_position)
             elif isinstance(node, regex.RegexAlt):
-                pending += [self._position_of(option, rest) for option in node.options]
+                pending += [self._position_of(option, next_position) for option in node.options]
             else:
                 assert isinstance(node, regex.RegexRepeat)
                 if node.min_count == 0:
-                    pending.append(rest)
+                    pending.append(next_position)
                 if node.max_count != 0:
                     max_count = None if node.max_count is None else node.max_count - 1
                     remaining_repeat = self._repeat(node.part, max(node.min_count - 1, 0), max_count)
-                    pending.append(self._position_of(node.part, self._position_of(remaining_repeat, rest)))
+                    pending.append(
+                        self._position_of(node.part, self._position_of(remaining_repeat, next_position))
+                    )
         return can_end, transitions
 
     def _add_work(self, work: int) -> None:
@@ -201,18 +203,18 @@ class _Positions:
         if self._work > _MAX_WORK:
             raise TooLargeError
 
-    def _position_of(self, node: regex.RegexNode, rest: int) -> int:
-        """Return the position for ``node`` followed by position ``rest``."""
-        key = (id(node), rest)
+    def _position_of(self, node: regex.RegexNode, next_position: int) -> int:
+        """Return the position for ``node`` followed by position ``next_position``."""
+        key = (id(node), next_position)
         if key not in self._position_numbers:
             if id(node) not in self._node_lengths:
                 self._node_lengths[id(node)] = regex.lengths(node)
             low, high = self._node_lengths[id(node)]
-            rest_low, rest_high = self._lengths[rest]
-            self._position_numbers[key] = len(self._nodes_and_rests)
-            self._nodes_and_rests.append((node, rest))
-            max_length = None if high is None or rest_high is None else high + rest_high
-            self._lengths.append((low + rest_low, max_length))
+            next_min, next_max = self._lengths[next_position]
+            self._position_numbers[key] = len(self._nodes_and_next)
+            self._nodes_and_next.append((node, next_position))
+            max_length = None if high is None or next_max is None else high + next_max
+            self._lengths.append((low + next_min, max_length))
         return self._position_numbers[key]
 
     def _repeat(self, part: regex.RegexNode, min_count: int, max_count: int | None) -> regex.RegexNode:
@@ -375,7 +377,7 @@ def _classes_by_length(automaton: Automaton) -> list[int]:
     min_lengths = automaton.min_lengths
     max_lengths = [-1] * len(automaton.transitions)  # -1 if the length is unbounded
     num_pending_targets = [len(row) for row in automaton.transitions]
-    pending = [state for state, num_missing in enumerate(num_pending_targets) if not num_missing]
+    pending = [state for state, num_targets in enumerate(num_pending_targets) if not num_targets]
     for state in pending:
         row = automaton.transitions[state]
         max_lengths[state] = max((max_lengths[target] + 1 for _, target in row), default=0)

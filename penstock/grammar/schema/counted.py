@@ -34,10 +34,10 @@ class Counting:
     maximum length.
 
     A *detour* is a path from a state with a loop over other states back to the state with the loop, such as
-    an escaped character in a URI. `detours` has at most one detour per state, without branches and no longer
-    than 5 characters or a block. After the first detour of a state, a repetition is one loop character or one
-    detour, and either counts as many characters as the detour has. Otherwise the remaining length would
-    decrease by a block at every detour.
+    an escaped character in a URI. `detours` has at most one detour per state. A detour has no branches, at
+    most 5 characters and at most one block of characters. After the first detour of a state, a repetition is
+    one loop character or one detour, and both count as many characters as the detour has. If a detour were
+    an ordinary transition instead, the remaining length would decrease by a block at every detour.
     """
 
     def __init__(self, automaton: Automaton, max_count: int, block_size: int) -> None:
@@ -101,7 +101,7 @@ class Counting:
                 yield ranges, next_state
 
     def self_loops(self, counted_state: _CountedState) -> tuple[int, int, bool]:
-        """Return (maximum repetitions, their characters, whether a whole block fits) of a state's loop.
+        """Return (maximum repetitions, characters that they count as, whether a whole block fits) of a loop.
 
         A state without a loop has (0, 0, False).
 

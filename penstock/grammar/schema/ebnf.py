@@ -42,7 +42,7 @@ class EbnfRules:
         return name
 
     def reserve(self, purpose: str) -> str:
-        """Return a new name, for a recursive rule. `define` sets its body later.
+        """Reserve and return a new rule name, so that rules can refer to it. `define` sets the body later.
 
         Raises:
             InputError: the grammar has `MAX_RULES` rules already.

@@ -84,18 +84,18 @@ def _ipv6(max_shortened_groups: int) -> str:
             return ""
         return f"(?:{_GROUP}{more_groups(max_groups - 1)}" + (f"|{_IPV4}" if max_groups >= 2 else "") + ")?"
 
-    def rest_after(num_groups: int) -> str:
+    def expression_after(num_groups: int) -> str:
         """Return the expression after ``num_groups`` groups at the start."""
         if num_groups == 8:
             return ""
-        options = [f"{_GROUP}{rest_after(num_groups + 1)}"]
+        options = [f"{_GROUP}{expression_after(num_groups + 1)}"]
         if num_groups <= max_shortened_groups:
             options.append(f":{groups_after_double_colon(max_shortened_groups - num_groups)}")
         if num_groups == 6:
             options.append(_IPV4)
         return f":(?:{'|'.join(options)})"
 
-    return f"(?:::{groups_after_double_colon(max_shortened_groups)}|{_GROUP}{rest_after(1)})"
+    return f"(?:::{groups_after_double_colon(max_shortened_groups)}|{_GROUP}{expression_after(1)})"
 
 
 _IPV6 = _ipv6(7)
@@ -163,7 +163,7 @@ _UCS_CHARACTERS = (
 _PRIVATE_USE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10FFFD)}"
 
 
-def _any_number(characters: str) -> str:
+def _repeated(characters: str) -> str:
     """Return an expression that matches any number of ``characters`` and percent-encoded characters."""
     return f"[{characters}-]*(?:{_PERCENT_ESCAPE}[{characters}-]*)*"
 
@@ -179,18 +179,18 @@ def _uri(iri_characters: str, query_characters: str, *, is_reference: bool, is_s
     """
     unescaped = f"{_UNRESERVED}{_SUB_DELIMS}{iri_characters}"
     host_bracket = f"\\[(?:{_IPV6}|[Vv][0-9A-Fa-f]+\\.[{_UNRESERVED}{_SUB_DELIMS}:-]+)\\]"
-    host = _any_number(unescaped) if is_simple else f"(?:{host_bracket}|{_any_number(unescaped)})"
-    authority = f"(?:{_any_number(unescaped + ':')}@)?{host}(?::[0-9]*)?"
-    path = _any_number(f"{unescaped}:@/")
+    host = _repeated(unescaped) if is_simple else f"(?:{host_bracket}|{_repeated(unescaped)})"
+    authority = f"(?:{_repeated(unescaped + ':')}@)?{host}(?::[0-9]*)?"
+    path = _repeated(f"{unescaped}:@/")
     first_character = f"(?:[{unescaped}:@-]|{_PERCENT_ESCAPE})"
     absolute_path = f"/(?:/{authority}(?:/{path})?|{first_character}{path})?"
     query_and_fragment = (
-        f"(?:\\?{_any_number(f'{unescaped}{query_characters}:@/?')})?(?:#{_any_number(f'{unescaped}:@/?')})?"
+        f"(?:\\?{_repeated(f'{unescaped}{query_characters}:@/?')})?(?:#{_repeated(f'{unescaped}:@/?')})?"
     )
     absolute_uri = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{absolute_path}|{first_character}{path})?"
     if not is_reference:
         return f"{absolute_uri}{query_and_fragment}"
-    path_without_scheme = f"(?:[{unescaped}@-]|{_PERCENT_ESCAPE}){_any_number(f'{unescaped}@')}(?:/{path})?"
+    path_without_scheme = f"(?:[{unescaped}@-]|{_PERCENT_ESCAPE}){_repeated(f'{unescaped}@')}(?:/{path})?"
     return f"(?:{absolute_uri}|{absolute_path}|{path_without_scheme})?{query_and_fragment}"
 
 

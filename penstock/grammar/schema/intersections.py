@@ -115,7 +115,7 @@ def _intersect_objects(a: Object, b: Object) -> Object:
             other_shape.properties or other_shape.required or other_shape.restricts_additional
         ):
             reason = "not together with propertyNames, nor with a second schema of the same object"
-            raise UnsupportedSchemaError("patternProperties", shape.min_properties_location, reason)
+            raise UnsupportedSchemaError("patternProperties", shape.location, reason)
     names = [*a.properties, *(name for name in b.properties if name not in a.properties)]
     return Object(
         {name: conjoin(a.property(name), b.property(name)) for name in names},
@@ -125,7 +125,7 @@ def _intersect_objects(a: Object, b: Object) -> Object:
         a.names or b.names,
         max(a.min_count, b.min_count),
         _min_bound(a.max_count, b.max_count),
-        a.min_properties_location if a.min_count >= b.min_count else b.min_properties_location,
+        a.location if a.min_count >= b.min_count else b.location,
     )
 
 

@@ -184,22 +184,22 @@ class _Writer:
         comma = sequence(literal(","), self._space or EMPTY)
         if shape.unique_items_node is not None and (max_count is None or max_count > 1):
             return self._unique(replace(shape, max_count=max_count), comma)
-        # The expression is built from its end. `rest` is the expression after the item at `index`.
+        # The expression is built from its end. `following_items` is the expression after the item at `index`.
         end = length if max_count is None else min(max_count, length)
-        rest = EMPTY
+        following_items = EMPTY
         if max_count is None or max_count > length:
             further_item = sequence(comma, self._value(shape.items))
-            num_first = max(length, 1)  # number of items before the repeated items
-            rest = repeated(
+            num_leading_items = max(length, 1)  # number of items before the repeated items
+            following_items = repeated(
                 further_item,
-                max(shape.min_count - num_first, 0),
-                None if max_count is None else max_count - num_first,
+                max(shape.min_count - num_leading_items, 0),
+                None if max_count is None else max_count - num_leading_items,
             )
         for index in range(end - 1, 0, -1):
-            next_items = sequence(comma, self._value(shape.prefix[index]), rest)
-            rest = next_items if shape.min_count > index else repeated(next_items, 0, 1)
+            next_items = sequence(comma, self._value(shape.prefix[index]), following_items)
+            following_items = next_items if shape.min_count > index else repeated(next_items, 0, 1)
         first_item = self._value(shape.item(0))
-        elements = sequence(first_item, rest, self._space or EMPTY)
+        elements = sequence(first_item, following_items, self._space or EMPTY)
         content = elements if shape.min_count > 0 else repeated(elements, 0, 1)
         return sequence(literal("["), self._space or EMPTY, content, literal("]"))
 
@@ -226,14 +226,14 @@ class _Writer:
         is_counted = shape.min_count > len(shape.required) or shape.max_count is not None
         if is_counted and len(names) > _MAX_NAMED_PROPERTIES:
             reason = f"a schema with such bounds can name at most {_MAX_NAMED_PROPERTIES} properties"
-            raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
+            raise UnsupportedSchemaError("minProperties", shape.location, reason)
         if shape.min_count > len(names) + (unnamed_pair is not None):
             if unnamed_pair is None:
                 return None
             reason = (
                 "unnamed properties may repeat a name, so they count as one property: name them in properties"
             )
-            raise UnsupportedSchemaError("minProperties", shape.min_properties_location, reason)
+            raise UnsupportedSchemaError("minProperties", shape.location, reason)
         space = self._space or EMPTY
         members = Members(self._rules, shape, names, is_counted, sequence(literal(","), space), space)
         pairs = [self._pair(self._scalar_text(name), shape.property(name)) for name in names]

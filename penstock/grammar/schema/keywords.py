@@ -81,7 +81,7 @@ def _read_count(node: SchemaNode, keyword: str) -> int | None:
     count = int(value)
     if count > _MAX_COUNT and keyword.startswith("min"):
         raise UnsupportedSchemaError(keyword, node.where, f"{count} is more than {_MAX_COUNT}")
-    return min(count, _MAX_COUNT)  # longer than any output
+    return min(count, _MAX_COUNT)  # no output reaches `_MAX_COUNT`
 
 
 def read_mapping(node: SchemaNode, keyword: str) -> dict[str, object]:
@@ -93,7 +93,7 @@ def read_mapping(node: SchemaNode, keyword: str) -> dict[str, object]:
 
 
 def read_strings(node: SchemaNode, keyword: str, value: object) -> list[str]:
-    """Return the value of a keyword. Raise if it is not a list of strings."""
+    """Return the value of a keyword that must be a list of strings."""
     if not isinstance(value, list) or not all(isinstance(member, str) for member in value):
         raise invalid_keyword(node, keyword, "an array of strings")
     return value

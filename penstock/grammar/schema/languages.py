@@ -175,7 +175,7 @@ def _shortened_repeat(node: regex.RegexRepeat, max_count: int) -> regex.RegexNod
             node.part, node.min_count, max_count if node.max_count is None else min(node.max_count, max_count)
         )
     max_repetitions = max_count if node.max_count is None else node.max_count
-    # Use about the square root of the length for one repetition, so that there are several of them.
+    # Use about the square root of the maximum length for one repetition, so that several repetitions fit.
     part_length = max(low, max_count if max_repetitions <= 1 else isqrt(max_count * max(low, 1)))
     if high is not None:
         part_length = min(part_length, high)

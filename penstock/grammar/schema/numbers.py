@@ -88,7 +88,7 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 
 
 def numbers_between(bounds: Bounds) -> str | None:
-    """Return an expression for the numbers in an interval; None if it matches no number.
+    """Return an expression for the numbers in an interval; None if the expression would match no number.
 
     With a bound, the numbers have no exponent and at most `_MAX_FRACTION_DIGITS` digits after the decimal
     point. If a bound has 15 or more digits before the decimal point, only numbers from -10**9 to 10**9 may
@@ -142,21 +142,21 @@ def _numbers_of_same_length(low: str, high: str) -> list[str]:
     if not low:
         return [EMPTY]
     if low[0] == high[0]:
-        return [sequence(literal(low[0]), rest) for rest in _numbers_of_same_length(low[1:], high[1:])]
+        return [sequence(literal(low[0]), suffix) for suffix in _numbers_of_same_length(low[1:], high[1:])]
     first, last = int(low[0]), int(high[0])
     num_more_digits = len(low) - 1
     options = []
     if low[1:].strip("0"):
         options += [
-            sequence(literal(low[0]), rest)
-            for rest in _numbers_of_same_length(low[1:], "9" * num_more_digits)
+            sequence(literal(low[0]), suffix)
+            for suffix in _numbers_of_same_length(low[1:], "9" * num_more_digits)
         ]
         first += 1
     last_options: list[str] = []
     if high[1:].strip("9"):
         last_options = [
-            sequence(literal(high[0]), rest)
-            for rest in _numbers_of_same_length("0" * num_more_digits, high[1:])
+            sequence(literal(high[0]), suffix)
+            for suffix in _numbers_of_same_length("0" * num_more_digits, high[1:])
         ]
         last -= 1
     if first <= last:
@@ -215,17 +215,17 @@ def _fraction(low: _FractionBound, high: _FractionBound, max_digits: int) -> tup
     may_be_absent = _allows_zero(low, high)
     options = []
     if max_digits > 0:
-        for first, last, rest_low, rest_high in _digit_ranges(low, high):
-            if rest_low is None and rest_high is None:
-                rest: str | None = repeated(_DIGIT, 0, max_digits - 1)
+        for first, last, next_low, next_high in _digit_ranges(low, high):
+            if next_low is None and next_high is None:
+                suffix: str | None = repeated(_DIGIT, 0, max_digits - 1)
             else:
-                may_end, later_digits = _fraction(rest_low, rest_high, max_digits - 1)
-                rest = None if later_digits is None and not may_end else EMPTY
+                may_end, later_digits = _fraction(next_low, next_high, max_digits - 1)
+                suffix = None if later_digits is None and not may_end else EMPTY
                 if later_digits is not None:
-                    rest = repeated(later_digits, 0, 1) if may_end else later_digits
-            if rest is not None:
+                    suffix = repeated(later_digits, 0, 1) if may_end else later_digits
+            if suffix is not None:
                 digit = literal(str(first)) if first == last else f"[{first}-{last}]"
-                options.append(sequence(digit, rest))
+                options.append(sequence(digit, suffix))
     return may_be_absent, choice(options) if options else None
 
 
@@ -243,20 +243,20 @@ def _digit_ranges(
         low = None
     low_digit = 0 if low is None else int(low[0][:1] or "0")
     high_digit = 9 if high is None else int(high[0][:1] or "0")
-    rest_low: _FractionBound = None if low is None else (low[0][1:], low[1])
-    rest_high: _FractionBound = None if high is None else (high[0][1:], high[1])
+    next_low: _FractionBound = None if low is None else (low[0][1:], low[1])
+    next_high: _FractionBound = None if high is None else (high[0][1:], high[1])
     if low_digit == high_digit:
-        yield low_digit, high_digit, rest_low, rest_high
+        yield low_digit, high_digit, next_low, next_high
         return
     if low_digit > high_digit:
         return
     first, last = low_digit, high_digit
     if low is not None:
-        yield low_digit, low_digit, rest_low, None
+        yield low_digit, low_digit, next_low, None
         first += 1
     if high is not None:
         last -= 1
     if first <= last:
         yield first, last, None, None
     if high is not None:
-        yield high_digit, high_digit, None, rest_high
+        yield high_digit, high_digit, None, next_high

@@ -42,47 +42,63 @@ def exactly_one(schemas: Schemas, node: SchemaNode, shapes: Sequence[Shape]) -> 
         for branch_shapes in shapes_by_branch
         for key in {equality_key(shape.value) for shape in branch_shapes if isinstance(shape, Literal)}
     )
-    entries = [  # (index of the branch, shape)
+    indexed_shapes = [  # (index of the branch, shape)
         (branch_index, shape)
         for branch_index, branch_shapes in enumerate(shapes_by_branch)
         for shape in branch_shapes
     ]
-    non_literals = [entry for entry in entries if not isinstance(entry[1], Literal)]
+    non_literals = [(index, shape) for index, shape in indexed_shapes if not isinstance(shape, Literal)]
     result: list[Shape] = []
-    for branch_index, shape in entries:
+    for branch_index, shape in indexed_shapes:
         if isinstance(shape, Literal):
             if num_branches_by_literal[equality_key(shape.value)] == 1:
-                result.append(_exclude_rivals(schemas, shape, branch_index, non_literals, node))
-        elif not any(rival_index != branch_index and shape == rival for rival_index, rival in non_literals):
-            result.append(_exclude_rivals(schemas, shape, branch_index, entries, node))
+                result.append(_exclude_other_branches(schemas, shape, branch_index, non_literals, node))
+        elif not any(
+            other_index != branch_index and shape == other_shape for other_index, other_shape in non_literals
+        ):
+            result.append(_exclude_other_branches(schemas, shape, branch_index, indexed_shapes, node))
     return union([result], node)
 
 
-def _exclude_rivals(
-    schemas: Schemas, shape: Shape, branch_index: int, rivals: Sequence[tuple[int, Shape]], node: SchemaNode
+def _exclude_other_branches(
+    schemas: Schemas,
+    shape: Shape,
+    branch_index: int,
+    indexed_shapes: Sequence[tuple[int, Shape]],
+    node: SchemaNode,
 ) -> Shape:
-    """Return the shape restricted so that no rival, a shape of another branch, matches its values.
+    """Return the shape of a branch, restricted so that no shape of another branch matches its values.
+
+    Args:
+        schemas: gives the shapes of properties.
+        shape: the shape.
+        branch_index: the index of the branch of ``shape``.
+        indexed_shapes: pairs (index of the branch, shape). Shapes of the branch of ``shape`` are ignored.
+        node: the schema that error messages name.
 
     Raises:
         UnsupportedSchemaError: the shape cannot be restricted in this way.
     """
-    for rival_index, rival in rivals:
-        if rival_index != branch_index and not _are_disjoint(schemas, shape, rival):
-            restricted_shape = _forbid_rival(schemas, shape, rival)
+    for other_index, other_shape in indexed_shapes:
+        if other_index != branch_index and not _are_disjoint(schemas, shape, other_shape):
+            restricted_shape = _forbid_required_property(schemas, shape, other_shape)
             if restricted_shape is None:
-                raise _overlap_error(node, min(branch_index, rival_index), max(branch_index, rival_index))
+                raise _overlap_error(node, min(branch_index, other_index), max(branch_index, other_index))
             shape = restricted_shape
     return shape
 
 
-def _forbid_rival(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
-    """Return an object shape that forbids a property which the rival requires; None if impossible."""
-    if not isinstance(shape, Object) or not isinstance(rival, Object):
+def _forbid_required_property(schemas: Schemas, shape: Shape, other_shape: Shape) -> Shape | None:
+    """Return ``shape`` without the objects that have a certain property, which ``other_shape`` requires.
+
+    Returns None if a shape is not an object shape, or no such property can be forbidden.
+    """
+    if not isinstance(shape, Object) or not isinstance(other_shape, Object):
         return None
     # A name that matches the pattern of the shape's other properties cannot be forbidden.
     forbidden_names = [
         name
-        for name in sorted(rival.required - shape.required)
+        for name in sorted(other_shape.required - shape.required)
         if name in shape.properties or shape.names is None or not has_shape(schemas, shape.names, name)
     ]
     if not forbidden_names:

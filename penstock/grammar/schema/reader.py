@@ -88,7 +88,7 @@ class Reader:
         """Return the values of ``const`` or ``enum`` of the schema, or else of its ``$ref`` or ``allOf``.
 
         Values that UTF-8 cannot encode are left out. Returns None if none of these schemas has ``const`` or
-        ``enum``.
+        ``enum``. Schemas nested deeper than `_MAX_DEPTH` are not searched.
         """
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -190,7 +190,7 @@ class Reader:
 
     @cached_property
     def _is_of_older_draft(self) -> bool:
-        """Whether the document uses a draft before 2020-12, which has no ``prefixItems``."""
+        """Whether ``$schema`` of the document names a draft before 2020-12, which has no ``prefixItems``."""
         name = self._document.get("$schema") if isinstance(self._document, dict) else None
         return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
 

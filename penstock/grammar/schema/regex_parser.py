@@ -34,7 +34,7 @@ _CLASSES = {
     "s": _SPACE_IN_BOTH_DIALECTS,
     "S": without(ALL_CHARACTERS, [*_SPACE, *_SPACE_ONLY_IN_PYTHON]),
 }
-# Letter of a class -> characters that include all those which the class has in only one dialect.
+# Letter of a class -> a superset of the characters that the class has in only one dialect.
 _EITHER_DIALECT: dict[str, Ranges] = {
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
@@ -64,7 +64,7 @@ def parse_regex(pattern: str, *, search: bool) -> RegexNode:
     tree = parser.alternatives(0)
     if parser.remaining_pattern:
         raise parser.error("an unmatched )")
-    return _without_end_anchors(tree, pattern, starts=not search, ends=not search)
+    return _without_end_anchors(tree, pattern, starts_at_start=not search, ends_at_end=not search)
 
 
 def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]]:
@@ -84,7 +84,9 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
             is_negated = parser.remaining_pattern[2] == "!"
             parser.skip(3)
             group = parser.lookahead(uses_union=is_negated)
-            tree = _without_end_anchors(group, pattern, starts=True, ends=False, uses_union=is_negated)
+            tree = _without_end_anchors(
+                group, pattern, starts_at_start=True, ends_at_end=False, uses_union=is_negated
+            )
             lookaheads.append((tree, is_negated))
     if not lookaheads:
         return parse_regex(pattern, search=True), []
@@ -93,45 +95,54 @@ def parse_pattern(pattern: str) -> tuple[RegexNode, list[tuple[RegexNode, bool]]
         raise parser.error("an unmatched )")
     if isinstance(tree, RegexAlt):
         raise parser.error("a lookahead beside | (write the alternatives as a group)")
-    return _without_end_anchors(tree, pattern, starts=True, ends=False), lookaheads
+    return _without_end_anchors(tree, pattern, starts_at_start=True, ends_at_end=False), lookaheads
 
 
 def _without_end_anchors(
-    tree: RegexNode, pattern: str, *, starts: bool, ends: bool, uses_union: bool = False
+    tree: RegexNode, pattern: str, *, starts_at_start: bool, ends_at_end: bool, uses_union: bool = False
 ) -> RegexNode:
     """Remove the anchors of each top-level alternative.
 
-    ``starts`` and ``ends`` are whether a match must begin at the start and end at the end of the text even
-    without anchors.
+    Args:
+        tree: the expression.
+        pattern: the text of the expression, for error messages.
+        starts_at_start: whether a match must begin at the start of the text even without ``^``.
+        ends_at_end: whether a match must end at the end of the text even without ``$``.
+        uses_union: see `_Parser`.
     """
     options = tree.options if isinstance(tree, RegexAlt) else (tree,)
-    result = tuple(_without_anchors(option, starts, ends, pattern, uses_union) for option in options)
+    result = tuple(
+        _without_anchors(option, starts_at_start, ends_at_end, pattern, uses_union) for option in options
+    )
     return result[0] if len(result) == 1 else RegexAlt(result)
 
 
 def _without_anchors(
-    option: RegexNode, starts: bool, ends: bool, pattern: str, uses_union: bool
+    option: RegexNode, starts_at_start: bool, ends_at_end: bool, pattern: str, uses_union: bool
 ) -> RegexNode:
     """Remove the anchors of a top-level alternative.
 
-    Add "any text" at the start unless it has an anchor or ``starts`` is set, and at the end unless it has an
-    anchor or ``ends`` is set.
+    Add "any text" at the start unless the alternative begins with an anchor or ``starts_at_start`` is set.
+    Add "any text" at the end unless the alternative ends with an anchor or ``ends_at_end`` is set.
+
+    Raises:
+        InputError: an anchor is not at an end of the alternative.
     """
     parts = list(option.parts if isinstance(option, RegexSeq) else (option,))
     while parts and parts[0] == Anchor("^"):
-        starts = True
+        starts_at_start = True
         del parts[0]
     while parts and parts[-1] == Anchor("$"):
-        ends = True
+        ends_at_end = True
         del parts[-1]
         if uses_union:  # Python's $ also matches before a line feed at the end
             parts.append(RegexRepeat(Char(((10, 10),)), 0, 1))
             break
     if any(map(_has_anchor, parts)):
         raise InputError(f"the regular expression {pattern!r} has ^ or $ in its middle: they go at its ends")
-    if not starts:
+    if not starts_at_start:
         parts.insert(0, _ANY_TEXT)
-    if not ends:
+    if not ends_at_end:
         parts.append(_ANY_TEXT)
     return RegexSeq(tuple(parts))
 
@@ -263,16 +274,16 @@ class _Parser:
         # Characters that a member may have in only one dialect.
         either_dialect_ranges: list[tuple[int, int]] = []
         while not self._skip_character("]"):
-            member, in_either = self._member()
+            member, either_dialect_member = self._member()
             if self._peek() == "-" and self.remaining_pattern[1:2] not in ("]", ""):
                 self._position += 1
                 last_member, _ = self._member()
                 is_range = _is_single(member) and _is_single(last_member)
                 if not is_range or member[0][0] > last_member[0][0]:
                     raise self.error("a range of characters that is out of order")
-                member, in_either = [(member[0][0], last_member[0][0])], []
+                member, either_dialect_member = [(member[0][0], last_member[0][0])], []
             ranges += member
-            either_dialect_ranges += in_either
+            either_dialect_ranges += either_dialect_member
         if self._uses_union:
             ranges = (
                 without(ALL_CHARACTERS, ranges) if is_complement else union([*ranges, *either_dialect_ranges])

@@ -25,7 +25,7 @@ from penstock.grammar.schema.unique import has_enough_items
 
 @dataclass(slots=True)
 class _Requirements:
-    """The conjunctions that must be satisfiable before a shape is satisfiable."""
+    """The conjunctions that must be satisfiable for a shape to be satisfiable."""
 
     key: tuple[str, ...]  # the conjunction whose union of shapes contains the shape
     required_keys: set[tuple[str, ...]]  # conjunctions that must all be satisfiable
@@ -152,8 +152,8 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
         conjunction for name, conjunction in shape.properties.items() if name not in shape.required
     ]
     additional_properties = [] if is_closed(shape) else [shape.additional_properties]
-    # The schema of additional properties is listed once per missing property. `_Writer._object` rejects
-    # objects that need more than one additional property.
+    # The schema of additional properties is listed once per missing property. `json_schema` rejects objects
+    # that need more than one additional property.
     return [
         *optional_conjunctions,
         *additional_properties * (shape.min_count - len(shape.required)),
@@ -161,7 +161,10 @@ def _optional_properties(shape: Shape) -> tuple[list[Conjunction], int]:
 
 
 def is_possible(shape: Shape) -> bool:
-    """Return whether the bounds and string conditions of a shape allow a value, ignoring nested schemas."""
+    """Return whether a shape allows a value by its bounds, required names and string conditions alone.
+
+    Nested schemas are ignored.
+    """
     if isinstance(shape, Literal):
         return True
     if isinstance(shape, Numeric):

@@ -109,7 +109,7 @@ class Object:
     names: StringShape | None = None  # restricts the names of additional properties
     min_count: int = 0
     max_count: int | None = None
-    min_properties_location: str = "#"  # location of the schema, for errors
+    location: str = "#"  # location of the schema, for errors
 
     def property(self, name: str) -> Conjunction:
         """Return the conjunction that a property must satisfy."""

@@ -33,7 +33,9 @@ _CONTROLS_WITHOUT_SHORT_ESCAPE = without([(0, 0x1F)], [(8, 10), (12, 13)])
 ESCAPE = "\\"
 _MAX_COUNTED_CHARACTERS = 256  # maximum length that is counted by one rule per character
 _MAX_INLINE = 60  # maximum number of characters of an expression that is written inside other rules
-_Spelling: TypeAlias = tuple[str | None, str | None]  # (class of plain characters, rule of escapes)
+_Spelling: TypeAlias = tuple[
+    str | None, str | None
+]  # (class of plain characters, rule of escapes), each may be None
 
 
 class StringWriter:
@@ -77,7 +79,10 @@ class StringWriter:
         return self._rules.add("part", body) if len(body) > _MAX_INLINE else body
 
     def _automaton(self, automaton: Automaton, end: str) -> str:
-        """Write one rule per state of an automaton and ``end``. Return the name of the start rule."""
+        """Write one rule per state of an automaton. Return the name of the start rule.
+
+        The rules match the texts of the automaton, followed by ``end``.
+        """
         names = [self._rules.reserve("state") for _ in automaton.transitions]
         for state, row in enumerate(automaton.transitions):
             options = [end] if automaton.accepting[state] else []
@@ -169,33 +174,37 @@ class StringWriter:
             spellings = [unescaped, escape]
         if max_count is None:
             if min_count:
-                rest = self._repeated_character(spelling, 0, None, end)
-                return self._repeated_character(spelling, min_count, min_count, self._rules.add("rest", rest))
+                suffix = self._repeated_character(spelling, 0, None, end)
+                return self._repeated_character(
+                    spelling, min_count, min_count, self._rules.add("rest", suffix)
+                )
             return sequence(f"{unescaped}*", f"({escape} {unescaped}*)*", end)
         if max_count > _MAX_COUNTED_CHARACTERS:
             # Long strings have no escapes, because with escapes the computation of each mask would be slow.
             return sequence(repeated(spellings[0], min_count, max_count), end)
-        rest_rule = end
+        next_rule = end
         for count in range(max_count - 1, -1, -1):
-            options = [sequence(option, rest_rule) for option in spellings]
-            rest_rule = self._rules.add("counted", choice([*([end] if count >= min_count else []), *options]))
-        return rest_rule
+            options = [sequence(option, next_rule) for option in spellings]
+            next_rule = self._rules.add("counted", choice([*([end] if count >= min_count else []), *options]))
+        return next_rule
 
     def new_name(self, taken_names: list[str]) -> str:
         """Return the expression of a name that is not in ``taken_names``, followed by the closing quote.
 
         Names have only their shortest spelling. Another spelling could encode a taken name.
         """
-        any_rest = self._rules.add("rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"')))
-        return self._name_outside(taken_names, 0, any_rest)
+        any_suffix = self._rules.add(
+            "rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"'))
+        )
+        return self._name_outside(taken_names, 0, any_suffix)
 
-    def _name_outside(self, taken_names: list[str], depth: int, any_rest: str) -> str:
+    def _name_outside(self, taken_names: list[str], depth: int, any_suffix: str) -> str:
         """Return the expression of the rest of a name after ``depth`` characters.
 
         All ``taken_names`` begin with these characters.
         """
         if not taken_names:
-            return any_rest
+            return any_suffix
         is_taken = any(len(name) == depth for name in taken_names)
         branches: dict[str, list[str]] = {}
         for name in taken_names:
@@ -204,9 +213,9 @@ class StringWriter:
         # One level of recursion per character that several taken names share.
         options = [] if is_taken else [literal('"')]
         branch_ranges = [(ord(character), ord(character)) for character in branches]
-        options.append(sequence(self._characters(without(ALL_CHARACTERS, branch_ranges), 1, 1), any_rest))
+        options.append(sequence(self._characters(without(ALL_CHARACTERS, branch_ranges), 1, 1), any_suffix))
         for character, names in branches.items():
             code_point = ord(character)
-            rest = self._name_outside(names, depth + 1, any_rest)
-            options.append(sequence(self._characters([(code_point, code_point)], 1, 1), rest))
+            suffix = self._name_outside(names, depth + 1, any_suffix)
+            options.append(sequence(self._characters([(code_point, code_point)], 1, 1), suffix))
         return self._rules.add("name", choice(options))

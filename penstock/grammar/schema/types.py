@@ -149,7 +149,7 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
         restricts_additional = True
     elif _forbids_unevaluated(node, "unevaluatedProperties"):
         additional_schemas, restricts_additional = NEVER, True
-    result = Object(
+    object_shape = Object(
         properties,
         required,
         additional_schemas,
@@ -159,8 +159,8 @@ def _object(schemas: Schemas, node: SchemaNode) -> Object:
         max_count,
         node.where,
     )
-    result = _with_pattern_properties(schemas, node, result)
-    return _with_property_names(schemas, node, result)
+    object_shape = _with_pattern_properties(schemas, node, object_shape)
+    return _with_property_names(schemas, node, object_shape)
 
 
 def _forbids_unevaluated(node: SchemaNode, keyword: str) -> bool:
@@ -175,10 +175,10 @@ def _forbids_unevaluated(node: SchemaNode, keyword: str) -> bool:
     return True
 
 
-def _with_pattern_properties(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
+def _with_pattern_properties(schemas: Schemas, node: SchemaNode, object_shape: Object) -> Object:
     patterns = read_mapping(node, "patternProperties")
     if not patterns:
-        return result
+        return object_shape
 
     def unsupported_pattern(reason: str) -> UnsupportedSchemaError:
         return UnsupportedSchemaError("patternProperties", node.where, reason)
@@ -186,23 +186,23 @@ def _with_pattern_properties(schemas: Schemas, node: SchemaNode, result: Object)
     if len(patterns) > 1:
         raise unsupported_pattern("with more than one pattern, as a name may match several")
     ((pattern, pattern_schema),) = patterns.items()
-    if result.restricts_additional and schemas.shapes(result.additional_properties):
+    if object_shape.restricts_additional and schemas.shapes(object_shape.additional_properties):
         raise unsupported_pattern("only where additionalProperties is false or absent")
     names = _string(SchemaNode({"pattern": pattern}, f"{node.where}/patternProperties"))
-    for name in {*result.properties, *result.required}:
+    for name in {*object_shape.properties, *object_shape.required}:
         if has_shape(schemas, names, name):
             raise unsupported_pattern(f"the property {name!r} matches the pattern {pattern!r} too")
     additional_properties = (
         SchemaNode(pattern_schema, f"{node.where}/patternProperties/{escape_pointer(pattern)}"),
     )
-    properties = result.properties
-    if not result.restricts_additional:
+    properties = object_shape.properties
+    if not object_shape.restricts_additional:
         # Names that do not match the pattern stay allowed. Required names must therefore become named
         # properties.
-        unnamed_properties = sorted(result.required - properties.keys())
+        unnamed_properties = sorted(object_shape.required - properties.keys())
         properties = properties | dict.fromkeys(unnamed_properties, ANYTHING)
     return replace(
-        result,
+        object_shape,
         properties=properties,
         additional_properties=additional_properties,
         restricts_additional=True,
@@ -210,11 +210,11 @@ def _with_pattern_properties(schemas: Schemas, node: SchemaNode, result: Object)
     )
 
 
-def _with_property_names(schemas: Schemas, node: SchemaNode, result: Object) -> Object:
+def _with_property_names(schemas: Schemas, node: SchemaNode, object_shape: Object) -> Object:
     if "propertyNames" not in node.schema:
-        return result
+        return object_shape
     names = (SchemaNode(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
-    if result.names is not None:
+    if object_shape.names is not None:
         raise UnsupportedSchemaError("propertyNames", node.where, "not together with patternProperties")
     name_shapes = [
         shape
@@ -223,7 +223,7 @@ def _with_property_names(schemas: Schemas, node: SchemaNode, result: Object) -> 
     ]
     properties = {
         name: conjunction if schemas.accepts(names, name) else NEVER
-        for name, conjunction in result.properties.items()
+        for name, conjunction in object_shape.properties.items()
     }
     if not any(isinstance(shape, StringShape) for shape in name_shapes):
         allowed_names = [
@@ -231,12 +231,16 @@ def _with_property_names(schemas: Schemas, node: SchemaNode, result: Object) -> 
             for shape in name_shapes
             if isinstance(shape, Literal) and isinstance(shape.value, str)
         ]
-        properties |= {name: properties.get(name, result.additional_properties) for name in allowed_names}
-        return replace(result, properties=properties, additional_properties=NEVER, restricts_additional=True)
-    if result.restricts_additional and not schemas.shapes(result.additional_properties):
-        return replace(result, properties=properties)
-    if len(name_shapes) > 1 or result.properties or result.required:
+        properties |= {
+            name: properties.get(name, object_shape.additional_properties) for name in allowed_names
+        }
+        return replace(
+            object_shape, properties=properties, additional_properties=NEVER, restricts_additional=True
+        )
+    if object_shape.restricts_additional and not schemas.shapes(object_shape.additional_properties):
+        return replace(object_shape, properties=properties)
+    if len(name_shapes) > 1 or object_shape.properties or object_shape.required:
         reason = "only without properties and required, or with names listed by enum"
         raise UnsupportedSchemaError("propertyNames", node.where, reason)
     assert isinstance(name_shapes[0], StringShape)
-    return replace(result, restricts_additional=True, names=name_shapes[0])
+    return replace(object_shape, restricts_additional=True, names=name_shapes[0])

@@ -10,14 +10,14 @@ from penstock.grammar.schema.ebnf import EMPTY, EbnfRules, choice, sequence
 from penstock.grammar.schema.keywords import equality_key
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # maximum sets of used values in an array without a prefix; each set is one rule
+MAX_SUBSETS = 256  # maximum number of sets of used values in an array without a prefix; each set is a rule
 MAX_VALUES = 1000  # maximum number of possible values of an item
 
 
 def has_enough_items(schemas: Schemas, shape: Array) -> bool:
     """Return whether an array can have its minimum number of distinct items.
 
-    Returns True if the values of an item are not listed (`listed_values`).
+    Returns True if `listed_values` cannot list the values of an item.
     """
     if shape.min_count < 2:
         return True
@@ -81,19 +81,19 @@ class UniqueWriter:
                 `MAX_VALUES`, or an array with a prefix has too many sets of items.
         """
         prefix_values = [self._values(shape, conjunction) for conjunction in shape.prefix[: shape.max_count]]
-        rest_values = (
+        further_values = (
             self._values(shape, shape.items)
             if shape.max_count is None or shape.max_count > len(prefix_values)
             else []
         )
-        max_count = len(prefix_values) + len(rest_values)
+        max_count = len(prefix_values) + len(further_values)
         max_count = max_count if shape.max_count is None else min(max_count, shape.max_count)
         if shape.min_count > max_count:
             return None
-        num_subsets = sum(comb(len(rest_values), num_items) for num_items in range(max_count + 1))
+        num_subsets = sum(comb(len(further_values), num_items) for num_items in range(max_count + 1))
         if not prefix_values and num_subsets > MAX_SUBSETS:
-            return self._items_in_order(rest_values, shape.min_count, max_count)
-        return _AnyOrder(self, shape, prefix_values, rest_values, max_count).write()
+            return self._items_in_order(further_values, shape.min_count, max_count)
+        return _AnyOrderWriter(self, shape, prefix_values, further_values, max_count).write()
 
     def _values(self, shape: Array, conjunction: Conjunction) -> list[object]:
         values = listed_values(self._schemas, conjunction)
@@ -131,16 +131,16 @@ class UniqueWriter:
             for count in range(max_tracked_count + 1):
                 options = []
                 can_add = count < max_count or max_count == len(values)
-                if can_add and (rest := expressions[min(count + 1, max_tracked_count)]) is not None:
-                    options.append(sequence(self.item(value, count == 0), rest))
-                if (rest_without_value := expressions[count]) is not None:
-                    options.append(rest_without_value)
+                if can_add and (next_items := expressions[min(count + 1, max_tracked_count)]) is not None:
+                    options.append(sequence(self.item(value, count == 0), next_items))
+                if (items_without_value := expressions[count]) is not None:
+                    options.append(items_without_value)
                 new_expressions.append(self.add(options))
             expressions = new_expressions
         return expressions[0]
 
 
-class _AnyOrder:
+class _AnyOrderWriter:
     """Writes the items of one array in any order after the prefix, with one rule per set of used values."""
 
     def __init__(
@@ -148,13 +148,13 @@ class _AnyOrder:
         writer: UniqueWriter,
         shape: Array,
         prefix_values: list[list[object]],
-        rest_values: list[object],
+        further_values: list[object],
         max_count: int,
     ) -> None:
         self._writer = writer
         self._shape = shape
         self._prefix_values = prefix_values
-        self._rest_values = rest_values
+        self._further_values = further_values
         self._max_count = max_count
         self._rules_by_state: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
@@ -163,7 +163,7 @@ class _AnyOrder:
         return self._expression_after(0, frozenset())
 
     def _expression_after(self, count: int, used_values: frozenset[Hashable]) -> str | None:
-        """Return the expression after ``count`` items with the values ``used_values``."""
+        """Return the expression after ``count`` items with the values ``used_values``; None if impossible."""
         key = (count, used_values)
         if key not in self._rules_by_state:
             if len(self._rules_by_state) > 2 * MAX_SUBSETS:
@@ -172,14 +172,17 @@ class _AnyOrder:
             self._rules_by_state[key] = None
             options = [EMPTY] if count >= self._shape.min_count else []
             if count < self._max_count:
-                values = self._prefix_values[count] if count < len(self._prefix_values) else self._rest_values
+                values = (
+                    self._prefix_values[count] if count < len(self._prefix_values) else self._further_values
+                )
                 for value in values:
                     value_key = equality_key(value)
                     if (
                         value_key not in used_values
-                        and (rest := self._expression_after(count + 1, used_values | {value_key})) is not None
+                        and (next_items := self._expression_after(count + 1, used_values | {value_key}))
+                        is not None
                     ):
-                        options.append(sequence(self._writer.item(value, count == 0), rest))
+                        options.append(sequence(self._writer.item(value, count == 0), next_items))
             self._rules_by_state[key] = self._writer.add(options)
         return self._rules_by_state[key]
 

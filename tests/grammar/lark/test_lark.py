@@ -1,4 +1,4 @@
-"""Translation of EBNF and structural tags to Lark for llguidance, and the texts that it matches."""
+"""Translation of EBNF and structural tags to Lark for llguidance, and the texts that the result matches."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_valid_strings_are_accepted_and_invalid_ones_rejected(name: str) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_enum_and_const_keep_only_values_with_the_format(name: str) -> None:
+def test_enum_and_const_exclude_strings_without_the_format(name: str) -> None:
     generated_strings, enum_only_strings, invalid_strings = CASES[name]
     grammar = compile_grammar(
         schema_ebnf(
@@ -182,7 +182,7 @@ def test_generated_strings_have_the_format_and_the_length(
 
 
 @pytest.mark.parametrize("name", [name for name in SUPPORTED_FORMATS if not name.startswith("i")])
-def test_max_length_allows_valid_strings_of_half_the_length(name: str) -> None:
+def test_max_length_allows_valid_strings_of_less_than_half_the_length(name: str) -> None:
     generated_strings, _, _ = CASES[name]
     # The grammar accepts addresses in brackets only if they are much shorter than the maximum length.
     values = sorted((value for value in generated_strings if "[" not in value and len(value) <= 40), key=len)
@@ -219,7 +219,7 @@ _PATTERNS = st.sampled_from(
     texts=st.lists(st.text("abc", max_size=8), min_size=8, max_size=8),
 )
 @settings(max_examples=60, deadline=None)
-def test_combined_patterns_accept_texts_that_match_each_of_them(
+def test_combined_patterns_accept_exactly_the_texts_that_match_both(
     outer_pattern: str, inner_pattern: str, min_count: int, max_count: int | None, texts: list[str]
 ) -> None:
     schema: dict[str, Any] = {

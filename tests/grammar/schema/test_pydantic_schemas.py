@@ -68,7 +68,7 @@ _NOT_PARSED |= {"decimal", "bounded decimal"}
 
 @pytest.mark.parametrize("mode", ["validation", "serialization"])
 @pytest.mark.parametrize("name", TYPES)
-def test_generated_texts_are_valid_and_parsed_by_pydantic(name: str, mode: Any) -> None:
+def test_generated_texts_are_valid_and_pydantic_parses_those_of_most_types(name: str, mode: Any) -> None:
     adapter = pydantic.TypeAdapter(TYPES[name])
     schema = adapter.json_schema(mode=mode)
     grammar = compile_grammar(schema_ebnf(schema))

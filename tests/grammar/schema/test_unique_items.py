@@ -100,7 +100,7 @@ def test_short_arrays_of_many_values_are_accepted_in_any_order() -> None:
     assert not accepts(grammar, "[3, 3]")
 
 
-def test_arrays_of_at_most_one_item_need_no_finite_set() -> None:
+def test_arrays_of_at_most_one_item_may_have_infinitely_many_item_values() -> None:
     grammar = compile_grammar(schema_ebnf(make_unique_array({"type": "string"}, maxItems=1)))
     assert accepts(grammar, '["any"]')
 
