@@ -54,13 +54,13 @@ def find_cache_scales(config: Mapping[str, object], stored: Headers) -> CacheSca
             for side in match["side"] or match["proj"] or match["both"]:
                 scale_headers[int(match["layer"]), side] = header
     layers = {layer for layer, _ in scale_headers}
-    incomplete = [
+    incomplete_layers = [
         layer for layer in sorted(layers) if not {(layer, "k"), (layer, "v")} <= scale_headers.keys()
     ]
-    if incomplete:
+    if incomplete_layers:
         _logger.warning(
             "the stored scales of the KV cache are not used: layers %s lack the key or the value scale",
-            incomplete,
+            incomplete_layers,
         )
         return {}
     return {layer: (scale_headers[layer, "k"], scale_headers[layer, "v"]) for layer in sorted(layers)}

@@ -30,17 +30,17 @@ def check_checksums(checkpoint: Path) -> int:
     """
     files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
     blobs = {file: file.resolve() for file in files if file.is_symlink() and file.is_file()}
-    compared = {file: blob for file, blob in blobs.items() if _SHA256.fullmatch(blob.name)}
+    checked_blobs = {file: blob for file, blob in blobs.items() if _SHA256.fullmatch(blob.name)}
     with LoadingProgress(
-        sum(blob.stat().st_size for blob in compared.values()), title="checking"
+        sum(blob.stat().st_size for blob in checked_blobs.values()), title="checking"
     ) as progress:
-        for file, blob in compared.items():
+        for file, blob in checked_blobs.items():
             if _sha256(blob, progress) != blob.name:
                 raise CheckpointError(
                     file,
                     f"is damaged: its SHA-256 differs from the hub's; delete {blob} and download it again",
                 )
-    return len(compared)
+    return len(checked_blobs)
 
 
 def _sha256(file: Path, progress: LoadingProgress) -> str:

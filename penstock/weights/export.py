@@ -62,12 +62,12 @@ def write_compressed(
     if not quantized:
         raise ConfigError("encoding", f"the model has no linear layer that can be stored in {encoding}")
     folder.mkdir(parents=True, exist_ok=True)
-    matrices = [
+    matrix_names = [
         name.removesuffix(".weight")
         for name in weights.names
         if name.endswith(".weight") and len(weights.shape(name)) == 2
     ]
-    ignored = sorted({"lm_head", *(name for name in matrices if name not in quantized)})
+    ignored = sorted({"lm_head", *(name for name in matrix_names if name not in quantized)})
     _write_tensors(folder, _checkpoint_tensors(weights, quantized, encoding))
     for pattern in _COPIED_FILES:
         for file in checkpoint.glob(pattern):
@@ -125,10 +125,12 @@ def _compress_layer(rows: Mapping[str, Tensor], encoding: str) -> dict[str, Tens
     if encoding_named(encoding).group_size is None:
         return {"weight": weight, "weight_scale": scales[:, None]}
     codes = weight.int() + (1 << bits - 1)
-    per_word = _WORD_BITS // bits
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word)).view(len(codes), -1, per_word)
+    codes_per_word = _WORD_BITS // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % codes_per_word)).view(
+        len(codes), -1, codes_per_word
+    )
     words = torch.zeros(padded.shape[:2], dtype=torch.int32)
-    for index in range(per_word):
+    for index in range(codes_per_word):
         words |= padded[..., index] << index * bits
     return {
         "weight_packed": words,

@@ -195,9 +195,12 @@ def part_files(path: Path) -> list[Path]:
     ]
     if path != first:
         raise WeightsError(path, f"is a later part of a model: use its first part, {first.name}")
-    absent = [part.name for part in parts if not part.is_file()]
-    if absent:
-        raise WeightsError(path, f"{len(absent)} of {len(parts)} parts are missing: {', '.join(absent[:8])}")
+    missing_names = [part.name for part in parts if not part.is_file()]
+    if missing_names:
+        raise WeightsError(
+            path,
+            f"{len(missing_names)} of {len(parts)} parts are missing: {', '.join(missing_names[:8])}",
+        )
     return parts
 
 
@@ -248,8 +251,8 @@ class _Header:
         self._position = array.start
         if array.value_type == _STRING:
             return [self._read_text() for _ in range(array.length)]
-        inner = [self._skip_array(1) for _ in range(array.length)]
-        return [self.read_array(element) for element in inner]
+        nested_arrays = [self._skip_array(1) for _ in range(array.length)]
+        return [self.read_array(nested_array) for nested_array in nested_arrays]
 
     def _check_magic_and_version(self) -> None:
         if self._read_bytes(4) != _MAGIC:
@@ -261,11 +264,11 @@ class _Header:
             raise WeightsError(self._path, "is a big-endian GGUF file: only little-endian files can be read")
         raise WeightsError(self._path, f"is of GGUF version {version}: versions 2 and 3 can be read")
 
-    def _read_count(self, what: str, min_entry_bytes: int) -> int:
+    def _read_count(self, entry_kind: str, min_entry_bytes: int) -> int:
         start = self._position
         count = self._read_integer("Q")
         if count > (len(self._data) - self._position) // min_entry_bytes:
-            self._fail(start, f"{count} {what} do not fit into a file of {len(self._data)} bytes")
+            self._fail(start, f"{count} {entry_kind} do not fit into a file of {len(self._data)} bytes")
         return count
 
     def _read_entries(self, count: int) -> Iterator[tuple[str, GGUFValue]]:
@@ -326,14 +329,14 @@ class _Header:
         self._position = position
 
     def _read_tensors(self, count: int) -> Iterator[StoredTensor]:
-        described = [(self._position, *self._read_tensor_description()) for _ in range(count)]
+        descriptions = [(self._position, *self._read_tensor_description()) for _ in range(count)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment % 8:
             raise WeightsError(self._path, f"general.alignment must be a multiple of 8, is {alignment!r}")
-        base = -(-self._position // alignment) * alignment
+        data_start = -(-self._position // alignment) * alignment
         names = set()
-        for start, name, block_type, shape, offset in described:
-            tensor = StoredTensor(self._path, name, block_type, shape, base + offset)
+        for start, name, block_type, shape, offset in descriptions:
+            tensor = StoredTensor(self._path, name, block_type, shape, data_start + offset)
             if name in names:
                 self._fail(start, f"{name} appears twice")
             names.add(name)

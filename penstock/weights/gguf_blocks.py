@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import MissingDependencyError
 
-_CHUNK_BLOCKS = 1 << 12  # intermediate results of one chunk fit into the CPU's cache
+_BLOCKS_PER_CHUNK = 1 << 12  # intermediate results of one chunk fit into the CPU's cache
 
 
 def dequantize(blocks: Tensor, type_name: str) -> Tensor:
@@ -32,13 +32,13 @@ def dequantize(blocks: Tensor, type_name: str) -> Tensor:
         MissingDependencyError: the package ``gguf`` is needed and not installed.
     """
     read = READERS.get(type_name) or _package_reader(type_name)
-    if len(blocks) <= _CHUNK_BLOCKS:
+    if len(blocks) <= _BLOCKS_PER_CHUNK:
         return read(blocks)
-    first_chunk = read(blocks[:_CHUNK_BLOCKS])
+    first_chunk = read(blocks[:_BLOCKS_PER_CHUNK])
     numbers = torch.empty(len(blocks), first_chunk.shape[1])
-    numbers[:_CHUNK_BLOCKS] = first_chunk
-    for start in range(_CHUNK_BLOCKS, len(blocks), _CHUNK_BLOCKS):
-        numbers[start : start + _CHUNK_BLOCKS] = read(blocks[start : start + _CHUNK_BLOCKS])
+    numbers[:_BLOCKS_PER_CHUNK] = first_chunk
+    for start in range(_BLOCKS_PER_CHUNK, len(blocks), _BLOCKS_PER_CHUNK):
+        numbers[start : start + _BLOCKS_PER_CHUNK] = read(blocks[start : start + _BLOCKS_PER_CHUNK])
     return numbers
 
 
@@ -46,14 +46,14 @@ def _package_reader(type_name: str) -> Callable[[Tensor], Tensor]:
     """Return a reader that uses the package ``gguf``."""
     try:
         from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize as by_package
+        from gguf.quants import dequantize as package_dequantize
     except ImportError as problem:
         raise MissingDependencyError("gguf", "gguf", f"reading {type_name} blocks") from problem
     block_type = GGMLQuantizationType[type_name]
 
     def read(blocks: Tensor) -> Tensor:
         with np.errstate(all="ignore"):  # damaged scales may be infinite
-            return torch.from_numpy(by_package(blocks.numpy(), block_type))
+            return torch.from_numpy(package_dequantize(blocks.numpy(), block_type))
 
     return read
 
@@ -131,8 +131,8 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
     The third bits of the codes are stored apart from the lower two bits.
     """
-    third = torch.cat([blocks[:, :32] >> shift & 1 for shift in range(8)], dim=1)
-    codes = (_two_bit_codes(blocks[:, 32:96]) | third << 2).view(-1, 16, 16).float() - 4
+    third_bits = torch.cat([blocks[:, :32] >> shift & 1 for shift in range(8)], dim=1)
+    codes = (_two_bit_codes(blocks[:, 32:96]) | third_bits << 2).view(-1, 16, 16).float() - 4
     low = nibbles(blocks[:, 96:104])
     high = torch.cat([blocks[:, 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], dim=1)
     scales = _float16_at(blocks, 108) * ((low | high << 4).float() - 32)

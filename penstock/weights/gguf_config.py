@@ -34,9 +34,9 @@ def gguf_config(path: Path) -> dict[str, object]:
     keys = GGUFKeys(file, name)
     config = _FAMILIES[name](keys)
     keys.check_supported()
-    unread = keys.unread_keys()
-    if unread:
-        _log.warning("%s: these metadata keys are ignored: %s", path, ", ".join(unread))
+    ignored_keys = keys.unread_keys()
+    if ignored_keys:
+        _log.warning("%s: these metadata keys are ignored: %s", path, ", ".join(ignored_keys))
     return config | {
         "vocab_size": keys.num_rows("token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in file.tensors,

@@ -25,13 +25,13 @@ def decoder_config(
             file.
     """
     metadata_key = "layer_norm_rms_epsilon" if eps_key == "rms_norm_eps" else "layer_norm_epsilon"
-    heads = keys.count("attention.head_count")
+    num_heads = keys.count("attention.head_count")
     return {
         "hidden_size": keys.count("embedding_length"),
         "intermediate_size": keys.count("feed_forward_length"),
         "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", num_heads),
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.count("context_length"),
         eps_key: keys.number(f"attention.{metadata_key}"),
@@ -100,7 +100,7 @@ def _yarn(keys: GGUFKeys) -> dict[str, object]:
     for name in ("beta_fast", "beta_slow"):
         if keys.get(f"rope.scaling.yarn_{name}") is not None:
             scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
-    if keys.get("rope.scaling.attn_factor"):  # the file stores a multiple of the default for `factor`
+    if keys.get("rope.scaling.attn_factor"):  # relative to the default for `factor`
         default = 0.1 * log(factor) + 1 if factor > 1 else 1.0
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * default
     return scaling
@@ -109,8 +109,9 @@ def _yarn(keys: GGUFKeys) -> dict[str, object]:
 def layer_types(keys: GGUFKeys, period: int) -> list[str]:
     """Return the attention type of each layer.
 
-    Every ``period``-th layer uses full attention. The file can set another period. It can instead have an
-    array with one entry per layer: true for sliding-window attention, false for full attention.
+    Every ``period``-th layer uses full attention, unless the file sets another period. Instead of a period,
+    the file can have an array with one value per layer: true for sliding-window attention, false for full
+    attention.
     """
     key = "attention.sliding_window_pattern"
     if keys.get(key) is None or type(keys.get(key)) is int:

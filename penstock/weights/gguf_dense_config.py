@@ -133,11 +133,11 @@ def _apertus(keys: GGUFKeys) -> dict[str, object]:
     config = decoder_config(keys)
     if "rope_scaling" not in config:
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    layers = keys.count("block_count")
+    num_layers = keys.count("block_count")
     return config | {
         "model_type": "apertus",
         "hidden_act": "xielu",
-        "xielu": {name: keys.unprefixed_numbers(f"xielu.{name}", layers) for name in _XIELU_PARAMETERS},
+        "xielu": {name: keys.unprefixed_numbers(f"xielu.{name}", num_layers) for name in _XIELU_PARAMETERS},
     }
 
 

@@ -112,8 +112,8 @@ class GGUFKeys:
     @property
     def head_dim(self) -> int:
         """The size of an attention head, D."""
-        heads = self.count("attention.head_count")
-        return self.count("attention.key_length", max(1, self.count("embedding_length") // heads))
+        num_heads = self.count("attention.head_count")
+        return self.count("attention.key_length", max(1, self.count("embedding_length") // num_heads))
 
 
 _RESTRICTED_KEYS = (
@@ -136,7 +136,7 @@ _SUPPORTED_BY = {
     "olmo.": ("attention.clamp_kqv",),
 }
 """Prefix of a family -> keys of `_RESTRICTED_KEYS` that are supported for this family."""
-_WITHOUT_EFFECT = {
+_WITHOUT_EFFECT = {  # keys that do not affect the results
     "vocab_size",  # taken from the shape of the embedding table
     "rope.scaling.finetuned",
     "rope.dimension_count_swa",

@@ -71,17 +71,17 @@ def _granite_moe(keys: GGUFKeys) -> dict[str, object]:
 
 def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
     _check_gating(keys, _SIGMOID)
-    draft_layers = keys.get("nextn_predict_layers") or 0
-    layers = keys.count("block_count")
-    if type(draft_layers) is not int or not 0 <= draft_layers < layers:
-        raise keys.invalid_value("nextn_predict_layers", f"must be a whole number from 0 to {layers - 1}")
+    num_draft_layers = keys.get("nextn_predict_layers") or 0
+    num_layers = keys.count("block_count")
+    if type(num_draft_layers) is not int or not 0 <= num_draft_layers < num_layers:
+        raise keys.invalid_value("nextn_predict_layers", f"must be a whole number from 0 to {num_layers - 1}")
     return (
         decoder_config(keys, partial_rotary=True)
         | _experts(keys)
         | {
             "model_type": "glm4_moe",
-            "num_hidden_layers": layers - draft_layers,
-            "num_nextn_predict_layers": draft_layers,
+            "num_hidden_layers": num_layers - num_draft_layers,
+            "num_nextn_predict_layers": num_draft_layers,
             "moe_intermediate_size": keys.count("expert_feed_forward_length"),
             "n_shared_experts": keys.count("expert_shared_count", 1),
             "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,

@@ -243,9 +243,9 @@ def _parts_per_expert_or_head(header: GGUFTensor) -> Iterator[tuple[str, GGUFTen
             header.file, f"{header.stored_name} has shape {list(header.shape)}, not {dimensions} dimensions"
         )
     num_bytes = header.num_bytes // header.shape[0]
-    for expert in range(header.shape[0]):
-        offset = header.offset + expert * num_bytes
+    for index in range(header.shape[0]):
+        offset = header.offset + index * num_bytes
         yield (
-            str(expert),
+            str(index),
             replace(header, shape=header.shape[1:], num_bytes=num_bytes, offset=offset),
         )

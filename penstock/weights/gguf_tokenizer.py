@@ -97,9 +97,9 @@ def _build_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     types = _read_numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(file.path, f"has {len(tokens)} tokens, but types for {len(types)}")
-    padding = {i for i, token in enumerate(tokens) if types[i] == _UNUSED and token == f"[PAD{i}]"}
-    vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding}
-    if len(vocabulary) + len(padding) < len(tokens):
+    padding_ids = {i for i, token in enumerate(tokens) if types[i] == _UNUSED and token == f"[PAD{i}]"}
+    vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding_ids}
+    if len(vocabulary) + len(padding_ids) < len(tokens):
         raise CheckpointError(file.path, f"has a token twice: {_HINT}")
     build = _byte_level if model == "gpt2" else _sentencepiece
     tokenizer = build(file, vocabulary, types)
@@ -157,12 +157,12 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
         if token[:left_length] in pieces and token[left_length:] in pieces
     ]
     merges.sort()  # by descending score; merges to the same token by descending length of the left part
-    unknown = next((token for token, i in vocabulary.items() if types[i] == _UNKNOWN), None)
+    unknown_token = next((token for token, i in vocabulary.items() if types[i] == _UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             dict(vocabulary),
             [(left, right) for _, _, left, right in merges],
-            unk_token=unknown,
+            unk_token=unknown_token,
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -256,8 +256,8 @@ def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) ->
         token_ids["eos"] = _token_id(file, tokens, "eos_token_id")
     tokens_and_ids = {name: (tokens[i], i) for name, i in token_ids.items() if i is not None}
     if tokens_and_ids:
-        first, last = tokens_and_ids.get("bos"), tokens_and_ids.get("eos")
-        template = [*([first[0]] if first else []), "$A", *([last[0]] if last else [])]
+        bos, eos = tokens_and_ids.get("bos"), tokens_and_ids.get("eos")
+        template = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=template,
             pair=[*template, "$B:1"],

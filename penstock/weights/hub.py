@@ -47,7 +47,7 @@ _DOWNLOADED_PATTERNS = (
     f"*_Dense/{PICKLED_FILE}",
 )
 _CONVERT_HINT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
-_RUN_ONLINE = "run once with a connection to the hub; files that are already in the cache are kept"
+_ONLINE_HINT = "run once with a connection to the hub; files that are already in the cache are kept"
 _IGNORED_PATTERNS = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
 
 
@@ -209,15 +209,16 @@ def _select_gguf(checkpoint: object, names: Iterable[str], gguf_file: str | None
     for candidates in (exact_matches, word_matches, matches):
         if len(candidates) == 1:
             return candidates[0]
-    listed = ", ".join((matches or models)[:_MAX_LISTED])
+    listed_names = ", ".join((matches or models)[:_MAX_LISTED])
     num_unlisted = len(matches or models) - _MAX_LISTED
-    listed += f" and {num_unlisted} more" if num_unlisted > 0 else ""
+    listed_names += f" and {num_unlisted} more" if num_unlisted > 0 else ""
     if not models:
         raise CheckpointError(checkpoint, f"has no GGUF file that matches --gguf-file {gguf_file!r}")
     if not matches:
-        raise CheckpointError(checkpoint, f"has no GGUF file {gguf_file!r}: choose one of {listed}")
+        raise CheckpointError(checkpoint, f"has no GGUF file {gguf_file!r}: choose one of {listed_names}")
     raise CheckpointError(
-        checkpoint, f"has {len(matches)} matching GGUF files: choose one of them with --gguf-file: {listed}"
+        checkpoint,
+        f"has {len(matches)} matching GGUF files: choose one of them with --gguf-file: {listed_names}",
     )
 
 
@@ -236,10 +237,10 @@ def _download(model_id: str, revision: str, gguf_file: str | None, resumes: bool
         if not models and gguf_file is None:
             raise CheckpointError(model_id, f"has no safetensors weights on the hub: {_CONVERT_HINT}")
         name = _select_gguf(model_id, models, gguf_file)
-        weights = re.sub("-00001-of-", "-*-of-", name)
-        folder = _snapshot(model_id, revision, [*patterns, weights], resumes=resumes)
+        weights_pattern = re.sub("-00001-of-", "-*-of-", name)
+        folder = _snapshot(model_id, revision, [*patterns, weights_pattern], resumes=resumes)
         if not (folder / name).exists():
-            raise CheckpointError(model_id, f"{name} is not in the local cache: {_RUN_ONLINE}")
+            raise CheckpointError(model_id, f"{name} is not in the local cache: {_ONLINE_HINT}")
         return folder / name
     _check_complete(model_id, folder)
     return folder
@@ -294,11 +295,11 @@ def _check_complete(model_id: str, folder: Path) -> None:
     Raises:
         CheckpointError: shards are missing.
     """
-    absent = missing_shards(folder)
-    if absent:
-        count = f"{len(absent)} of {len(_shards(folder))}"
-        missing = f"{count} weight files are not in the local cache ({absent[0]}, ...)"
-        raise CheckpointError(model_id, f"{missing}: {_RUN_ONLINE}")
+    missing_names = missing_shards(folder)
+    if missing_names:
+        count = f"{len(missing_names)} of {len(_shards(folder))}"
+        problem = f"{count} weight files are not in the local cache ({missing_names[0]}, ...)"
+        raise CheckpointError(model_id, f"{problem}: {_ONLINE_HINT}")
 
 
 def _explanation(problem: Exception, model_id: str, revision: str) -> str:

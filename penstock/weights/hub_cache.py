@@ -29,7 +29,7 @@ class CachedModel:
     num_bytes: int
     """The size of the revision's files and of all partly downloaded files of the model."""
     last_used: float
-    """The time at which a file was last read, or written if none is complete, in seconds since 1970."""
+    """When a file was last read, in seconds since 1970. If no file is complete: when one was last written."""
     is_complete: bool
     """False if a shard is missing, or if any file of the model, in any revision, is partly downloaded."""
 
@@ -45,7 +45,7 @@ def cached_models() -> list[CachedModel]:
     for repo in scan_cache_dir(cache).repos:
         if repo.repo_type != "model":
             continue
-        partial = [*_partial_files(repo.repo_path)]
+        partial_files = [*_partial_files(repo.repo_path)]
         for revision in repo.revisions:
             times = [file.blob_last_accessed for file in revision.files]
             models.append(
@@ -55,18 +55,20 @@ def cached_models() -> list[CachedModel]:
                     sorted(revision.refs),
                     revision.snapshot_path,
                     revision.nb_files,
-                    revision.size_on_disk + _total_size(partial),
+                    revision.size_on_disk + _total_size(partial_files),
                     max(times, default=revision.last_modified),
-                    not partial and not missing_shards(revision.snapshot_path),
+                    not partial_files and not missing_shards(revision.snapshot_path),
                 )
             )
     names_with_revision = {model.name for model in models}
     for folder in cache.glob(f"{_PREFIX}*"):
         name = folder.name.removeprefix(_PREFIX).replace("--", "/")
         if name not in names_with_revision and folder.is_dir():
-            partial = [*_partial_files(folder)]
-            last_used = max((file.stat().st_mtime for file in partial), default=folder.stat().st_mtime)
-            models.append(CachedModel(name, None, (), folder, 0, _total_size(partial), last_used, False))
+            partial_files = [*_partial_files(folder)]
+            last_used = max((file.stat().st_mtime for file in partial_files), default=folder.stat().st_mtime)
+            models.append(
+                CachedModel(name, None, (), folder, 0, _total_size(partial_files), last_used, False)
+            )
     return sorted(models, key=lambda model: (model.name, model.revision or ""))
 
 

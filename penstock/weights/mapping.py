@@ -44,11 +44,11 @@ def map_in_huge_pages(file: Path) -> Tensor:
     except (OSError, ValueError) as problem:
         raise WeightsError(file, f"cannot be mapped: {problem}") from problem
     advise_huge_pages(content)
-    return torch.frombuffer(content, dtype=torch.uint8)  # keeps the mapping
+    return torch.frombuffer(content, dtype=torch.uint8)  # the tensor keeps the mapping
 
 
 def read_in_huge_pages(file: Path) -> None:
-    """Move a file that was just written to huge pages of the page cache, by dropping and reading it again.
+    """Move a file that was just written to huge pages: drop its pages from the page cache and read it again.
 
     Writing fills the page cache with small pages, which would remain in use.
     """

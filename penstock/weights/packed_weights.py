@@ -1,10 +1,10 @@
-"""Files of packed weights: weights in the memory layout of the kernels, which are mapped instead of packed.
+"""Files of packed weights, that is, weights in the memory layout of the kernels.
 
-``penstock warm-cache --pack`` writes such a file. It is a safetensors file
-(https://huggingface.co/docs/safetensors). Its metadata describe the layers in load order. The metadata also
-contain what the packed weights depend on: path, size and time of the checkpoint's files, a digest of its
-configuration, the encoding, the memory layout and the version of Penstock. If one of these differs, the file
-is not used. All processes share the pages of the file in the page cache.
+``penstock warm-cache --pack`` writes such a file. Loading then maps the file instead of packing the weights.
+It is a safetensors file (https://huggingface.co/docs/safetensors). Its metadata describe the layers in load
+order. The metadata also contain what the packed weights depend on: path, size and time of the checkpoint's
+files, a digest of its configuration, the encoding, the memory layout and the version of Penstock. If one of
+these differs, the file is not used. All processes share the pages of the file in the page cache.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class _Layer:
     encoding: str
     shape: tuple[int, int]  # [out, in]
     slices: tuple[LinearSlice, ...]
-    tensors: tuple[str, ...]  # names of `PackedLinear.tensors`, and `_ORDER_NAME` if the layer has an order
+    # The names of `PackedLinear.tensors`, and `_ORDER_NAME` if the layer has an order.
+    tensor_names: tuple[str, ...]
 
     @classmethod
     def describe(cls, packed: PackedLinear) -> _Layer:
@@ -121,7 +122,7 @@ class _Layer:
             "encoding": self.encoding,
             "shape": self.shape,
             "slices": slices,
-            "tensors": self.tensors,
+            "tensors": self.tensor_names,
         }
 
 
@@ -138,17 +139,20 @@ class PackedLayerReader:
         self._layers = layers
         self._layout = layout
         self._tensors = tensors
-        self._next = 0
+        self._next_index = 0
 
     def take(
         self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear | None:
-        """Return the next layer of the file, with ``bias``; None if it is missing or another layer."""
-        index, self._next = self._next, self._next + 1
+        """Return the next layer of the file, with ``bias``, and advance to the layer after it.
+
+        Returns None if there is no next layer, or if its encoding, shape or slices differ from the arguments.
+        """
+        index, self._next_index = self._next_index, self._next_index + 1
         layer = self._layers[index] if index < len(self._layers) else None
-        if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
+        if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensor_names):
             return None
-        tensors = {name: self._tensors[f"{index}.{name}"] for name in layer.tensors}
+        tensors = {name: self._tensors[f"{index}.{name}"] for name in layer.tensor_names}
         order = tensors.pop(_ORDER_NAME, None)
         return make_packed_linear(tensors, shape, encoding, bias, layer.slices, self._layout, order)
 

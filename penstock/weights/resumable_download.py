@@ -54,16 +54,18 @@ def download_large_files(
         CheckpointError: the checksum of a file differs from that on the hub. The file is deleted.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, list_repo_files
-    from huggingface_hub.utils import build_hf_headers as authorization  # type: ignore[attr-defined]
-    from huggingface_hub.utils import filter_repo_objects as matching  # type: ignore[attr-defined]
-    from huggingface_hub.utils import tqdm as progress  # type: ignore[attr-defined]
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        filter_repo_objects,
+        tqdm,
+    )
 
     try:
         names = list_repo_files(model_id, revision=revision)
     except Exception:  # errors of the client, the network and the disk have no common class
         return
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{model_id.replace('/', '--')}" / "blobs"
-    for name in matching(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+    for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
         url = hf_hub_url(model_id, name, revision=revision)
         try:
             metadata = get_hf_file_metadata(url)
@@ -72,22 +74,22 @@ def download_large_files(
         size, etag = metadata.size, metadata.etag
         if size is None or etag is None or size < LARGE_BYTES or (blobs / etag).exists():
             continue
-        is_hub = urlsplit(metadata.location).netloc == urlsplit(url).netloc
-        headers = authorization() if is_hub else {}  # the token must not be sent to other hosts
+        is_on_hub = urlsplit(metadata.location).netloc == urlsplit(url).netloc
+        headers = build_hf_headers() if is_on_hub else {}  # the token must not be sent to other hosts
         blobs.mkdir(parents=True, exist_ok=True)
-        partial = blobs / (etag + _PARTIAL_SUFFIX)
-        with partial.open("ab") as file:
+        partial_path = blobs / (etag + _PARTIAL_SUFFIX)
+        with partial_path.open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # another process is downloading the file
                 continue
             num_present_bytes = file.tell()
-            with progress(  # type: ignore[no-untyped-call]
+            with tqdm(  # type: ignore[no-untyped-call]
                 total=size, initial=num_present_bytes, unit="B", unit_scale=True, desc=name
             ) as bar:
                 _append_missing_bytes(model_id, Request(metadata.location, headers=headers), file, size, bar)
-            _check_sha256(model_id, name, partial, etag)
-            partial.rename(blobs / etag)
+            _check_sha256(model_id, name, partial_path, etag)
+            partial_path.rename(blobs / etag)
 
 
 def _append_missing_bytes(

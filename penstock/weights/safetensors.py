@@ -179,7 +179,7 @@ def read_tensor_bytes(header: TensorHeader) -> bytes:
 
 
 def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
-    # In a file of another format, the first 8 bytes are usually a larger number.
+    # In a file of another format, the first 8 bytes are usually a number above `_MAX_HEADER_BYTES`.
     if length > _MAX_HEADER_BYTES:
         raise WeightsError(file, "is not a safetensors file: its first 8 bytes are not a header length")
     raise WeightsError(file, f"is truncated in its header: {8 + length} bytes expected, {size} present")
@@ -238,25 +238,26 @@ def _read_shards(folder: Path) -> dict[str, TensorHeader]:
     headers: dict[str, TensorHeader] = {}
     for file in _shards(index, weight_map):
         headers |= read_header(file)
-    absent = [name for name in weight_map if name not in headers]
-    if absent:
+    missing_tensors = [name for name in weight_map if name not in headers]
+    if missing_tensors:
+        name = missing_tensors[0]
         raise WeightsError(
             index,
-            f"lists {absent[0]} in {weight_map[absent[0]]}, but the tensor is not in that file "
-            f"({len(absent)} tensors are missing)",
+            f"lists {name} in {weight_map[name]}, but the tensor is not in that file "
+            f"({len(missing_tensors)} tensors are missing)",
         )
     return headers
 
 
 def _shards(index: Path, weight_map: Mapping[str, object]) -> Iterator[Path]:
     names = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise WeightsError(index, f"refers to {outside[0]!r}, which is not a file in the same folder")
-    absent = [name for name in names if not (index.parent / name).is_file()]
-    if absent:
+    outside_names = [name for name in names if Path(name).name != name]
+    if outside_names:
+        raise WeightsError(index, f"refers to {outside_names[0]!r}, which is not a file in the same folder")
+    missing_names = [name for name in names if not (index.parent / name).is_file()]
+    if missing_names:
         raise WeightsError(
-            index, f"{len(absent)} of {len(names)} shards are missing: {', '.join(absent[:8])}"
+            index, f"{len(missing_names)} of {len(names)} shards are missing: {', '.join(missing_names[:8])}"
         )
     return (index.parent / name for name in names)
 

@@ -149,10 +149,10 @@ class Weights:
             None, and ``weight [out, in]`` as floats.
         """
         header = self._find_header(name)
-        expected = shape[::-1] if transposed else shape
-        fits = header is not None and header.shape == expected and header.is_transposed == transposed
+        stored_shape = shape[::-1] if transposed else shape
+        fits = header is not None and header.shape == stored_shape and header.is_transposed == transposed
         if header is None or header.encoding is None or not fits or self._files.shapes_only:
-            floats = self.tensor(name, expected)
+            floats = self.tensor(name, stored_shape)
             return None, {"weight": floats.T if transposed else floats}
         self._mark_read(name)
         return self._files.linear(self._names[name])
@@ -187,9 +187,9 @@ class Weights:
 
         The next access reads them from the file again.
         """
-        stored = self._names.get(name)
-        if stored is not None:
-            self._files.release(stored)
+        checkpoint_name = self._names.get(name)
+        if checkpoint_name is not None:
+            self._files.release(checkpoint_name)
 
     def renamed(self, adapter: Callable[[str], str | None]) -> Weights:
         """Return the same tensors under other names.
@@ -201,13 +201,15 @@ class Weights:
             WeightsError: two tensors get the same name.
         """
         names: dict[str, str] = {}
-        for name, stored in self._names.items():
+        for name, checkpoint_name in self._names.items():
             new_name = adapter(name)
             if new_name is None:
                 continue
             if new_name in names:
-                raise WeightsError(self._path, f"{names[new_name]} and {stored} are both read as {new_name}")
-            names[new_name] = stored
+                raise WeightsError(
+                    self._path, f"{names[new_name]} and {checkpoint_name} are both read as {new_name}"
+                )
+            names[new_name] = checkpoint_name
         return Weights(self._path, names, self._files)
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
@@ -235,12 +237,12 @@ class Weights:
     @property
     def num_parameters(self) -> int:
         """Number of elements of all tensors."""
-        return sum(self._files.headers[stored].num_elements for stored in self._names.values())
+        return sum(self._files.headers[name].num_elements for name in self._names.values())
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes of all tensors as they are stored."""
-        return sum(self._files.headers[stored].num_bytes for stored in self._names.values())
+        return sum(self._files.headers[name].num_bytes for name in self._names.values())
 
     def _mark_read(self, name: str) -> TensorHeader | None:
         """Mark a tensor as read and return its header.
@@ -266,8 +268,8 @@ class Weights:
         return False
 
     def _find_header(self, name: str) -> TensorHeader | None:
-        stored = self._names.get(name)
-        return None if stored is None else self._files.headers[stored]
+        checkpoint_name = self._names.get(name)
+        return None if checkpoint_name is None else self._files.headers[checkpoint_name]
 
     def _header(self, name: str) -> TensorHeader:
         header = self._find_header(name)
@@ -282,8 +284,8 @@ class Weights:
         return torch.zeros(shape, device="meta" if self._files.shapes_only else None)
 
     def _label(self, name: str) -> str:
-        stored = self._files.headers[self._names[name]].stored_name
-        return name if name == stored else f"{name} ({stored} in the file)"
+        stored_name = self._files.headers[self._names[name]].stored_name
+        return name if name == stored_name else f"{name} ({stored_name} in the file)"
 
 
 class _SafetensorsFile(Protocol):
@@ -319,11 +321,11 @@ class _Files:
         part = header.rows(start, stop) if isinstance(header, GGUFTensor) else None
         return None if part is None else self._format.read_linear(self._reader(name), part)
 
-    def may_stay_unread(self, name: str, stored_name: str) -> bool:
+    def may_stay_unread(self, name: str, checkpoint_name: str) -> bool:
         """Return whether the format allows that a model does not read this tensor, and all values are 0."""
         if self.shapes_only or not any(fnmatchcase(name, pattern) for pattern in self._format.unread_if_zero):
             return False
-        return not bool(self.tensor(stored_name).any())
+        return not bool(self.tensor(checkpoint_name).any())
 
     def release(self, name: str) -> None:
         for tensor in self._mapped.pop(name, ()):

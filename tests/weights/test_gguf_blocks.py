@@ -53,5 +53,5 @@ def test_a_missing_gguf_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 def test_chunked_dequantization_gives_equal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (23, 34), dtype=np.uint8))
     expected = dequantize(blocks, "Q8_0")
-    monkeypatch.setattr(gguf_blocks, "_CHUNK_BLOCKS", 5)
+    monkeypatch.setattr(gguf_blocks, "_BLOCKS_PER_CHUNK", 5)
     assert torch.equal(dequantize(blocks, "Q8_0").nan_to_num(), expected.nan_to_num())

@@ -89,8 +89,8 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
     file = write_gguf(checkpoint, tmp_path / "m.gguf")
     original_weights, converted_weights = Weights.open(checkpoint), Weights.open(file)
     tied_names = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
-    metadata = {name for name in original_weights.names if ".act_fn." in name}
-    assert set(converted_weights.names) == set(original_weights.names) - tied_names - metadata
+    names_in_metadata = {name for name in original_weights.names if ".act_fn." in name}
+    assert set(converted_weights.names) == set(original_weights.names) - tied_names - names_in_metadata
     for name in converted_weights.names:
         shape = original_weights.shape(name)
         torch.testing.assert_close(
@@ -168,8 +168,8 @@ def test_quantized_blocks_are_dequantized_exactly(
     for name, numbers in dequantized.items():
         actual = weights.tensor(name, tuple(numbers.shape))
         if ".q_proj." in name or ".k_proj." in name:
-            heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
+            num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+            numbers = numbers.view(num_heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(actual, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
     assert model.model.encoding == BLOCK_ENCODINGS.get(block_type_name, "bfloat16")

@@ -68,7 +68,7 @@ def test_logits_are_close_to_the_logits_of_llama_cpp(family: str, tmp_path: Path
     checkpoint = write_family_checkpoint(family, tmp_path, **ASSUMED_SETTINGS.get(family, {}))
     file = write_gguf(checkpoint, tmp_path / "m.gguf", metadata=sentencepiece_metadata(BYTE_PIECES))
     expected = compute_logits_with_llama_cpp(file, TOKENS)
-    # llama.cpp computes GELU with a table of float16 values, so the tolerance is larger for these families.
+    # llama.cpp computes GELU with a table of float16 values, so families with GELU have a larger tolerance.
     tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
     torch.testing.assert_close(compute_penstock_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
 

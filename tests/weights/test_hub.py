@@ -176,14 +176,14 @@ class FakeHub:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, is_online: bool = True
     ) -> None:
-        self.folder, self.names, self.online = folder, names, is_online
+        self.folder, self.names, self.is_online = folder, names, is_online
         self.downloaded: set[str] = set()
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
         monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_repo_files)
 
     def list_repo_files(self, model_id: str, *, revision: str) -> list[str]:
         assert revision == "v1"
-        if not self.online:
+        if not self.is_online:
             raise errors.OfflineModeIsEnabled("off")
         return list(self.names)
 
@@ -194,7 +194,7 @@ class FakeHub:
         selection = filter_repo_objects(
             self.names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         )
-        for name in selection if self.online else ():
+        for name in selection if self.is_online else ():
             self.downloaded.add(name)
             (self.folder / name).parent.mkdir(exist_ok=True, parents=True)
             create_files(self.folder / Path(name).parent, Path(name).name)

@@ -14,7 +14,7 @@ from penstock.weights import Weights
 from penstock.weights.mapping import drop_pages
 
 PROCESS_STATUS = Path("/proc/self/status")
-pytestmark = pytest.mark.skipif(not PROCESS_STATUS.is_file(), reason="the system has no RssAnon")
+pytestmark = pytest.mark.skipif(not PROCESS_STATUS.is_file(), reason="the system has no /proc/self/status")
 
 CONFIG = {**SHAPES["l110m"], "num_hidden_layers": 8, "vocab_size": 4096}
 MIB = 1 << 20

@@ -84,9 +84,9 @@ def test_tokens_equal_those_of_a_packed_model(llama: Path) -> None:
 def test_each_call_of_pack_pending_packs_one_weight(llama: Path) -> None:
     pipeline = open_pipeline(llama)
     reserved_before, num_pending_before = reserved_bytes(pipeline), num_pending(pipeline)
-    for num_pending_left in range(num_pending_before - 1, -1, -1):
-        assert pipeline.model.pack_pending() == (num_pending_left > 0)
-        assert num_pending(pipeline) == num_pending_left
+    for num_remaining in range(num_pending_before - 1, -1, -1):
+        assert pipeline.model.pack_pending() == (num_remaining > 0)
+        assert num_pending(pipeline) == num_remaining
         assert reserved_bytes(pipeline) < reserved_before
         reserved_before = reserved_bytes(pipeline)
     assert not pipeline.model.pack_pending()

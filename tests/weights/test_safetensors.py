@@ -195,7 +195,7 @@ def test_read_metadata_returns_only_strings(tmp_path: Path, content: bytes, expe
     "content",
     [struct.pack("<Q", 2**64 - 1) + b"{}x", b"abc", struct.pack("<Q", 21) + b'{"__metadata__": [1]}'],
 )
-def test_metadata_of_a_damaged_file_raise_an_error(tmp_path: Path, content: bytes) -> None:
+def test_metadata_of_a_damaged_file_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
     with pytest.raises(WeightsError, match="cannot be read"):

@@ -114,10 +114,10 @@ class CheckpointFormat(ABC):
     ) -> tuple[str | None, Mapping[str, Tensor]]:
         """Return the encoding of a weight ``[out, in]``, and its tensors as in `LinearEncoding.pack`.
 
-        The encoding is ``header.encoding``, or None if the stored values do not fit into that encoding. If it
-        is None, the only tensor is ``weight`` in floats. All tensors have one row per output, so that layers
-        with the same input can be concatenated. The inputs of a quantized weight are in the order of
-        ``header.input_order``, if it is not empty.
+        The encoding is ``header.encoding``, or None if the stored values do not fit into that encoding. For
+        the encoding None, the only tensor is ``weight`` in floats. All tensors have one row per output, so
+        that layers with the same input can be concatenated. If ``header.input_order`` is not empty, the
+        inputs of a quantized weight are in that order.
         """
         return None, {"weight": source.tensor(header)}
 

@@ -131,9 +131,11 @@ class StoredTensors:
         if header is None:
             return None
         if header.type_name not in types or (shapes and header.shape not in shapes):
-            needed = f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
+            expected = f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
             self.refuse(
-                layer, part, f"is {header.type_name} {list(header.shape)} where {self._format} needs {needed}"
+                layer,
+                part,
+                f"is {header.type_name} {list(header.shape)} where {self._format} needs {expected}",
             )
         del self.remaining[f"{layer}.{part}"]
         return header

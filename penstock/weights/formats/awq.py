@@ -109,13 +109,13 @@ def _take_gemv(tensors: StoredTensors, layer: str, group_size: int) -> None:
     assert zeros is not None
     outputs, inputs = weight.shape[0], weight.shape[1] * _CODES_PER_WORD
     group_size, num_groups = _group_size_and_count(tensors, layer, inputs, group_size)
-    width = zeros.shape[1]
-    if width * _CODES_PER_WORD < num_groups:
+    words_per_row = zeros.shape[1]
+    if words_per_row * _CODES_PER_WORD < num_groups:
         tensors.refuse(layer, "qzeros", f"is {list(zeros.shape)} for {num_groups} groups")
     parts = {
         "weight": tensors.take(layer, "qweight", ("I32",)),
-        "zeros": tensors.take(layer, "qzeros", ("I32",), (outputs, width)),
-        "scales": tensors.take(layer, "scales", FLOATS, (outputs, width * _CODES_PER_WORD)),
+        "zeros": tensors.take(layer, "qzeros", ("I32",), (outputs, words_per_row)),
+        "scales": tensors.take(layer, "scales", FLOATS, (outputs, words_per_row * _CODES_PER_WORD)),
     }
     encoding = exact_encoding(_BITS, group_size, inputs)
     tensors.put(
@@ -124,14 +124,15 @@ def _take_gemv(tensors: StoredTensors, layer: str, group_size: int) -> None:
 
 
 def _read_gemm(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
-    def columns(words: Tensor) -> Tensor:  # [n, out / 8] -> [out, n]
+    def unpack_columns(words: Tensor) -> Tensor:  # [n, out / 8] -> [out, n]
         count = words.shape[1] * _CODES_PER_WORD
         ordered = unpack_bits(words, _BITS, count).view(len(words), -1, _CODES_PER_WORD)[
             ..., list(_POSITIONS)
         ]
         return ordered.flatten(1).T.contiguous()
 
-    codes, zeros = columns(header.read(source, "weight")), columns(header.read(source, "zeros"))
+    codes = unpack_columns(header.read(source, "weight"))
+    zeros = unpack_columns(header.read(source, "zeros"))
     scales = header.read(source, "scales").T.float()
     return read_codes(header.encoding, codes, scales, zeros, header.group_shape[1])
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _STATE_PREFIX = "weight.quant_state.bitsandbytes__"
 _TABLES = {"nf4": nf4.NUMBERS, "fp4": fp4.NUMBERS}
-_TABLE_ERROR = 1e-6  # float32 tables of other writers may differ in the last digit
+_TABLE_TOLERANCE = 1e-6  # writers may round the float32 numbers of a table differently
 _GROUP_SIZE = 64  # inputs that share a scale in the encodings nf4 and fp4
 _MAX_STATE_BYTES = 10_000
 """Maximum number of bytes of the JSON text of a layer."""
@@ -70,7 +70,7 @@ class BitsAndBytesFormat(StoredFormat):
         for layer in tensors.layers("SCB"):
             weight = tensors.peek(layer, "weight")
             if weight is None or len(weight.shape) != 2:
-                tensors.refuse(layer, "SCB", "needs a matrix weight")
+                tensors.refuse(layer, "SCB", "needs a weight that is a matrix")
             assert weight is not None
             shape = (weight.shape[0], weight.shape[1])
             parts = {
@@ -97,9 +97,11 @@ FORMAT = BitsAndBytesFormat()
 
 def _take_4_bits(tensors: StoredTensors, layer: str, encoding: str) -> None:
     state_name = f"{_STATE_PREFIX}{encoding}"
-    weight, text = tensors.peek(layer, "weight"), tensors.peek(layer, state_name)
-    assert text is not None
-    state = None if text.num_bytes > _MAX_STATE_BYTES else _parse_state(read_tensor_bytes(text))
+    weight, state_header = tensors.peek(layer, "weight"), tensors.peek(layer, state_name)
+    assert state_header is not None
+    state = (
+        None if state_header.num_bytes > _MAX_STATE_BYTES else _parse_state(read_tensor_bytes(state_header))
+    )
     if state is None:
         tensors.refuse(layer, state_name, "is damaged: it must have the shape of a matrix and a blocksize")
     assert state is not None
@@ -125,7 +127,7 @@ def _take_4_bits(tensors: StoredTensors, layer: str, encoding: str) -> None:
         parts["weight"].file,
         "bitsandbytes",
         state.shape,
-        sum(part.num_bytes for part in (*parts.values(), text)),
+        sum(part.num_bytes for part in (*parts.values(), state_header)),
         parts["weight"].stored_name,
         encoding=encoding if _is_exact(encoding, state, parts["table"]) else None,
         parts=tuple(parts.values()),
@@ -154,7 +156,7 @@ def _is_exact(encoding: str, state: _State, table: TensorHeader) -> bool:
     if state.shape[1] % _GROUP_SIZE or state.block_size % _GROUP_SIZE:
         return False
     numbers = struct.unpack("<16f", read_tensor_bytes(table))
-    return all(abs(a - b) < _TABLE_ERROR for a, b in zip(numbers, _TABLES[encoding], strict=True))
+    return all(abs(a - b) < _TABLE_TOLERANCE for a, b in zip(numbers, _TABLES[encoding], strict=True))
 
 
 def _read_4_bits(source: TensorReader, header: _FourBitHeader) -> Mapping[str, Tensor]:

@@ -4,9 +4,9 @@
 determine its type:
 
 * ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of a word. A code of b bits is
-  the integer plus 2^(b - 1). A code can span two words. Files of older writers instead leave the bits of a
-  word unused that do not hold a whole code. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is
-  packed in the same way along its outputs.
+  the integer plus 2^(b - 1). A code can span two words. In files of older writers, each word contains only
+  whole codes, and its remaining bits are unused. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is
+  packed like ``weight_packed``, but along its outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
@@ -128,21 +128,22 @@ def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, objec
             layer, "weight_packed", "and weight_scale must be matrices with one row for each output"
         )
     assert scale is not None
-    outputs, num_groups, given_size = packed.shape[0], scale.shape[1], weights.get("group_size")
+    outputs, num_groups, configured_group_size = packed.shape[0], scale.shape[1], weights.get("group_size")
     inputs = packed.shape[1] * _WORD_BITS // bits
     if num_groups > 1:
         if (
-            not isinstance(given_size, int)
-            or given_size < 1
-            or packed.shape[1] not in _num_words(num_groups * given_size, bits)
+            not isinstance(configured_group_size, int)
+            or configured_group_size < 1
+            or packed.shape[1] not in _num_words(num_groups * configured_group_size, bits)
         ):
             tensors.refuse(
                 layer,
                 "weight_scale",
-                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of {given_size!r}",
+                f"is {list(scale.shape)}, which does not match {inputs} inputs in groups of "
+                f"{configured_group_size!r}",
             )
-        assert isinstance(given_size, int)
-        inputs = num_groups * given_size
+        assert isinstance(configured_group_size, int)
+        inputs = num_groups * configured_group_size
     shape = (outputs, inputs)
     group_size = inputs if num_groups == 1 else inputs // num_groups
     encoding, input_order = exact_encoding(bits, group_size, inputs), b""
@@ -177,11 +178,12 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
 
     (outputs, inputs), bits = header.shape, header.bits
     if header.part("shape"):
-        stored = tuple(header.read(source, "shape").tolist())
-        if stored != header.shape:
+        stored_shape = tuple(header.read(source, "shape").tolist())
+        if stored_shape != header.shape:
             raise WeightsError(
                 header.file,
-                f"{header.stored_name} has shape {list(header.shape)}, but weight_shape is {list(stored)}",
+                f"{header.stored_name} has shape {list(header.shape)}, "
+                f"but weight_shape is {list(stored_shape)}",
             )
     codes = _unpack_words(header.read(source, "packed"), bits, inputs)
     scales = header.read(source, "scale").float()

@@ -1,4 +1,4 @@
-"""GGUF: tensors in blocks, whose type differs between tensors.
+"""GGUF: tensors in blocks. The block type can differ between the tensors of a file.
 
 Matrices of the block types in `_ENCODINGS` keep their codes and scales. Other tensors are read as floats.
 """

@@ -4,8 +4,8 @@ A layer ``[out, in]`` is stored transposed:
 
 * ``qweight`` int32 ``[in * bits / 32, out]``: codes along the inputs, the first in the lowest bits. Codes of
   3 bits can span two words.
-* ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed in the same way. In the first version of the
-  format (``checkpoint_format: gptq``) they are stored minus 1.
+* ``qzeros`` int32 ``[G, out * bits / 32]``: zero points, packed like ``qweight``, but along the outputs. In
+  the first version of the format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
 * ``g_idx`` int32 ``[in]``, optional: the group of each input. With ``desc_act``, inputs are not sorted by
   group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
@@ -77,7 +77,7 @@ def _take(tensors: StoredTensors, layer: str, section: Mapping[str, object], ver
     assert scales is not None
     rows, outputs = weight.shape
     if group_index is not None and len(group_index.shape) == 1 and group_index.shape[0]:
-        bits = rows * 32 // group_index.shape[0]  # a layer can have other bits than the configuration
+        bits = rows * 32 // group_index.shape[0]  # can differ from the configuration
     if not isinstance(bits, int) or bits not in BITS or rows * 32 % bits:
         tensors.refuse(layer, "qweight", f"has {bits!r} bits where 2, 3, 4 or 8 can be read")
     assert isinstance(bits, int)

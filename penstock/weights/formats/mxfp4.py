@@ -123,7 +123,7 @@ def _check(blocks: TensorHeader, scales: TensorHeader | None, name: str) -> None
             f"{list(blocks.shape[:-1])}"
         )
     if blocks.shape[-1] != BLOCK // 2:
-        needed = [*blocks.shape[:-1], BLOCK // 2]
-        faults.append(f"{name}{_BLOCKS} is {list(blocks.shape)} where MXFP4 needs {needed}")
+        expected_shape = [*blocks.shape[:-1], BLOCK // 2]
+        faults.append(f"{name}{_BLOCKS} is {list(blocks.shape)} where MXFP4 needs {expected_shape}")
     if faults:
         raise WeightsError(blocks.file, "; ".join(faults))

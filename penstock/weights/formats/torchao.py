@@ -5,7 +5,7 @@ A layer has the tensors ``_weight_qdata`` and ``_weight_scale``. A layer of inte
 of each weight:
 
 * ``Int8Tensor`` and ``Float8Tensor``: 8-bit integers or floats ``[out, in]`` with a scale for each output.
-* ``IntxUnpackedToInt8Tensor``: integers of few bits, each in a byte, with scales and integer zero points
+* ``IntxUnpackedToInt8Tensor``: integers of 1 to 8 bits, each in a byte, with scales and integer zero points
   ``[out, G]``. A weight is ``(integer - zero) * scale``.
 * ``Int4Tensor``: signed 4-bit integers ``[out, in / 2]``, two in a byte, the first in its lower half. Scales
   and zero points are floats ``[G, out]``. A weight is ``integer * scale + zero``.
@@ -145,8 +145,8 @@ def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
         "zero": tensors.take_optional(layer, _ZERO, ("I8",), (outputs, groups)),
     }
     zero, group_size = parts["zero"], inputs // groups
-    has_zeros = zero is not None and any(read_tensor_bytes(zero)) if groups == 1 else True
-    if bits == 8 and groups == 1 and not has_zeros:
+    has_zero_points = zero is not None and any(read_tensor_bytes(zero)) if groups == 1 else True
+    if bits == 8 and groups == 1 and not has_zero_points:
         tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group_shape=(1, inputs))
         return
     encoding = exact_encoding(bits, group_size, inputs)
@@ -205,7 +205,9 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
     codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1) ^ 8  # signed -> offset by 8
     scales, zeros = (header.read(source, name).T.float() for name in ("scale", "zero"))
     if header.encoding is None:
-        input_scales, input_zeros = (groups.repeat_interleave(group_size, 1) for groups in (scales, zeros))
+        input_scales, input_zeros = (
+            group_values.repeat_interleave(group_size, 1) for group_values in (scales, zeros)
+        )
         return None, {"weight": (codes.float() - 8) * input_scales + input_zeros}
     halves, row_scales = split_scales(torch.cat([scales, zeros], dim=1))
     groups = -(-codes.shape[1] // GROUP_SIZE_MULTIPLE)
