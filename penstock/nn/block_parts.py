@@ -192,8 +192,8 @@ def _head_norm(
     shard = load.shard
     if shard.collectives is None:
         return norm
-    ranks = shard.attention_parts(blueprint.heads, blueprint.kv_heads)
-    parts = [rank.heads if head_kind == "heads" else rank.kv_heads for rank in ranks]
+    attention_parts = shard.attention_parts(blueprint.heads, blueprint.kv_heads)
+    parts = [part.heads if head_kind == "heads" else part.kv_heads for part in attention_parts]
     if norm.weight.dim() == 2:  # [H, D]: weights for each head
         return select_weights(norm, parts[shard.rank : shard.rank + 1])
     if blueprint.head_norms == "each":

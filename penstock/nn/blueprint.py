@@ -257,9 +257,9 @@ def layer_types(config: ConfigValues, default: tuple[str, ...]) -> tuple[str, ..
         return default
     if not isinstance(types, list) or len(types) != len(default):
         raise ConfigError("layer_types", f"must be a list of {len(default)} names, was {types!r}")
-    unknown = [name for name in types if name not in (FULL, SLIDING)]
-    if unknown:
-        raise ConfigError("layer_types", f"{unknown[0]!r} is not known: use {FULL} or {SLIDING}")
+    unknown_types = [name for name in types if name not in (FULL, SLIDING)]
+    if unknown_types:
+        raise ConfigError("layer_types", f"{unknown_types[0]!r} is not known: use {FULL} or {SLIDING}")
     return tuple(types)
 
 

@@ -28,9 +28,9 @@ Grid = tuple[int, int]
 
 def order_by_square(values: Tensor, merge_size: int) -> Tensor:
     """Return the values ``[h, w, ...]`` of a grid of patches as rows ``[h w, ...]``, ordered by square."""
-    height, width, *rest = values.shape
-    blocks = values.reshape(height // merge_size, merge_size, width // merge_size, merge_size, *rest)
-    return blocks.transpose(1, 2).reshape(height * width, *rest)
+    height, width, *other_dims = values.shape
+    squares = values.reshape(height // merge_size, merge_size, width // merge_size, merge_size, *other_dims)
+    return squares.transpose(1, 2).reshape(height * width, *other_dims)
 
 
 def patch_coordinates(grids: Iterable[Grid], merge_size: int) -> Tensor:  # [T, 2]
@@ -76,7 +76,7 @@ class GridSizes:
 
     hidden: int  # E
     output_size: int  # the hidden size of the decoder
-    depth: int
+    depth: int  # number of blocks
     heads: int
     channels: int  # C
     frames_per_patch: int  # f: video frames per patch; an image is used as f equal frames
@@ -165,8 +165,8 @@ class GridSizes:
     ) -> RotaryRows:
         """Return the cosines and sines ``[T, D / 2]`` of the patches of images.
 
-        By default the rows are ordered by square. With ``order [T]``, row i of the result is row ``order[i]``
-        of that order.
+        By default the rows are ordered by square. With ``order [T]``, row i of the result belongs to the
+        patch that has the index ``order[i]`` in the order by square.
         """
         coordinates = patch_coordinates(grids, self.merge_size)
         coordinates = coordinates if order is None else coordinates[order]

@@ -109,7 +109,8 @@ def common_encoding(source: TensorSource, parts: Mapping[str, LayerPart], float_
     """Return the encoding in which all layers of ``parts`` are stored; None if they are read as floats.
 
     The result is None if the layers are stored as floats, in different encodings, or with inputs in different
-    orders, or if the rank would have to slice permuted inputs.
+    orders, or if the rank would have to slice permuted inputs. If quantized layers must be dequantized, a
+    warning is logged.
 
     Args:
         source: the tensors of the checkpoint.

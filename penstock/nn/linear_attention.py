@@ -53,12 +53,12 @@ class LinearAttentionSizes:
 
     @property
     def keys(self) -> int:
-        """The number of all keys of a token: key heads times key dim."""
+        """The total size of the keys of a token: key heads times key dim."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """The number of all values of a token: value heads times value dim."""
+        """The total size of the values of a token: value heads times value dim."""
         return self.heads * self.value_dim
 
     @property
@@ -167,12 +167,13 @@ def _load_by_key_head(
         raise UnsupportedFeatureError(
             "a quantized in_proj_qkvz", "its rows must be reordered: use a checkpoint with floats"
         )
-    key_heads, group = sizes.key_heads, sizes.heads // sizes.key_heads
-    widths = [sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim]
-    stored = load.source.tensor(f"{name}.in_proj_qkvz.weight", (key_heads * sum(widths), hidden))
-    parts = torch.split(stored.view(key_heads, -1, hidden), widths, 1)
+    key_heads, heads_per_key_head = sizes.key_heads, sizes.heads // sizes.key_heads
+    value_width = heads_per_key_head * sizes.value_dim
+    widths = [sizes.key_dim, sizes.key_dim, value_width, value_width]
+    stored_rows = load.source.tensor(f"{name}.in_proj_qkvz.weight", (key_heads * sum(widths), hidden))
+    parts = torch.split(stored_rows.view(key_heads, -1, hidden), widths, 1)
     projection = load.pack(torch.cat([part.reshape(-1, hidden) for part in parts]).to(load.device), {})
     stored_gates = load.source.tensor(f"{name}.in_proj_ba.weight", (2 * sizes.heads, hidden))
-    rates, decays = torch.split(stored_gates.view(key_heads, -1, hidden), group, 1)
+    rates, decays = torch.split(stored_gates.view(key_heads, -1, hidden), heads_per_key_head, 1)
     gates = _pack_gates(load, [rates.reshape(-1, hidden), decays.reshape(-1, hidden)], {})
     return projection, gates

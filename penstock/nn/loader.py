@@ -159,7 +159,7 @@ class Loader:
     ) -> Linear:
         """Return several layers with the same input, called ``{prefix}.{name}``, fused into one layer.
 
-        ``outputs`` maps column-parallel layers to this rank's part.
+        ``outputs`` maps the names of column-parallel layers to this rank's outputs.
         """
         rank_outputs = outputs or {}
         layer_parts = {

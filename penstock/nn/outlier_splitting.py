@@ -99,14 +99,14 @@ def repeated_inputs(weight: Tensor, num_repeated: int) -> Tensor:
         split_weight = largest_weights.gather(1, candidate)[:, 0] / (copies[column] + 1)
         reduction = two_largest[:, 0].square() - torch.maximum(two_largest[:, 1], split_weight).square()
         gains = torch.zeros(in_features).index_add_(0, column, reduction)
-        best = gains.topk(min(_INPUTS_PER_ITERATION, num_repeated - len(chosen_inputs))).indices
-        copies[best] += 1
-        chosen_inputs += best.tolist()
-    after = (largest_weights / copies[inputs]).amax(1).square().sum()
-    before = largest_weights[:, 0].square().sum()
-    is_finite = bool(before.isfinite()) and bool(before > 0)
+        best_inputs = gains.topk(min(_INPUTS_PER_ITERATION, num_repeated - len(chosen_inputs))).indices
+        copies[best_inputs] += 1
+        chosen_inputs += best_inputs.tolist()
+    sum_after = (largest_weights / copies[inputs]).amax(1).square().sum()
+    sum_before = largest_weights[:, 0].square().sum()
+    is_valid = bool(sum_before.isfinite()) and bool(sum_before > 0)
     return torch.tensor(
-        chosen_inputs if is_finite and after < (1 - _MIN_GAIN) * before else [], dtype=torch.int64
+        chosen_inputs if is_valid and sum_after < (1 - _MIN_GAIN) * sum_before else [], dtype=torch.int64
     )
 
 

@@ -67,7 +67,7 @@ class RotaryConfig:
             config: the checkpoint's configuration.
             head_dim: dims of a head. ``partial_rotary_factor`` is the fraction of them that is rotated.
             default_rope_theta: the family's base, used if the checkpoint has none.
-            parameters: replace ``rope_parameters``, for families with several rotary embeddings.
+            parameters: used instead of ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation supports partial rotation. If it
                 does not, rope type ``default`` ignores ``partial_rotary_factor``, like the reference.
             default_fraction: the family's ``partial_rotary_factor``, used if the checkpoint has none.
@@ -263,8 +263,8 @@ def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
     high_freq_factor = _number(config.parameters, "high_freq_factor")
     original_length = _number(config.parameters, "original_max_position_embeddings")
     rotations = original_length * frequencies / (2 * math.pi)  # full rotations within the original length
-    kept_share = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - kept_share) * frequencies / factor + kept_share * frequencies, 1.0
+    unscaled_share = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - unscaled_share) * frequencies / factor + unscaled_share * frequencies, 1.0
 
 
 def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
@@ -286,8 +286,8 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
         first_pair, last_pair = math.floor(first_pair), math.ceil(last_pair)
     first_pair, last_pair = max(first_pair, 0), min(last_pair, config.dim - 1)
     pairs = torch.arange(config.dim // 2, dtype=torch.float32)
-    divided_share = ((pairs - first_pair) / max(last_pair - first_pair, 0.001)).clamp(0, 1)
-    return frequencies / factor * divided_share + frequencies * (1 - divided_share), _yarn_magnitude(
+    scaled_share = ((pairs - first_pair) / max(last_pair - first_pair, 0.001)).clamp(0, 1)
+    return frequencies / factor * scaled_share + frequencies * (1 - scaled_share), _yarn_magnitude(
         parameters, factor
     )
 

@@ -63,5 +63,5 @@ class TensorSource(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Release the page cache of a tensor's part of the file, after the tensor has been packed."""
+        """Drop the pages of a tensor from the resident memory, after the tensor has been packed."""
         ...

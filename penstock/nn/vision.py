@@ -248,7 +248,7 @@ class VisionTower:
         *,
         is_clip: bool = False,
         num_blocks: int | None = None,
-        post_norm: bool = True,
+        has_post_norm: bool = True,
     ) -> VisionTower:
         """Read a vision tower.
 
@@ -259,7 +259,7 @@ class VisionTower:
             is_clip: whether the model is CLIP. In CLIP, each image starts with a class row, the patch
                 embedding has no bias, and a norm follows the embeddings.
             num_blocks: the number of blocks to load and run; by default all.
-            post_norm: whether the final norm is loaded and applied.
+            has_post_norm: whether the final norm is loaded and applied.
         """
         hidden, embeddings = sizes.hidden, f"{name}.embeddings"
         shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
@@ -278,7 +278,7 @@ class VisionTower:
             positions,
             load.layer_norm(f"{name}.pre_layrnorm", hidden, sizes.norm_eps) if is_clip else None,
             tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(num_blocks)),
-            load.layer_norm(f"{name}.post_layernorm", hidden, sizes.norm_eps) if post_norm else None,
+            load.layer_norm(f"{name}.post_layernorm", hidden, sizes.norm_eps) if has_post_norm else None,
         )
 
     def __call__(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:

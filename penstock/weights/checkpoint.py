@@ -44,16 +44,18 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
     """
     config: Mapping[str, object] = {}
     if is_gguf(checkpoint):
-        stored: Headers = read_gguf_headers(checkpoint)
+        stored_headers: Headers = read_gguf_headers(checkpoint)
     else:
-        stored = read_checkpoint_headers(checkpoint)
+        stored_headers = read_checkpoint_headers(checkpoint)
         file = checkpoint / "config.json"
         config = read_json_object(file) if checkpoint.is_dir() and file.is_file() else {}
         if checkpoint.is_dir() and not quantization_section(config):
             config = {**config, **_separate_quantization_config(checkpoint)}
-    checkpoint_format = FORMATS.detect(config, stored)
+    checkpoint_format = FORMATS.detect(config, stored_headers)
     return Checkpoint(
-        checkpoint_format, checkpoint_format.headers(config, stored), find_cache_scales(config, stored)
+        checkpoint_format,
+        checkpoint_format.headers(config, stored_headers),
+        find_cache_scales(config, stored_headers),
     )
 
 

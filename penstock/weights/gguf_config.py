@@ -129,7 +129,7 @@ def _olmo2(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _phi3(keys: GGUFKeys) -> dict[str, object]:
-    return decoder_config(keys, partial_rotary=True) | {
+    return decoder_config(keys, supports_partial_rotary=True) | {
         "model_type": "phi3",
         "sliding_window": keys.sliding_window(),
     }

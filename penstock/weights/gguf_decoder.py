@@ -10,13 +10,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder_config(
-    keys: GGUFKeys, *, partial_rotary: bool = False, eps_key: str = "rms_norm_eps"
+    keys: GGUFKeys, *, supports_partial_rotary: bool = False, eps_key: str = "rms_norm_eps"
 ) -> dict[str, object]:
     """Return the ``config.json`` keys that all families except GPT-2 share.
 
     Args:
         keys: the metadata keys of the file.
-        partial_rotary: whether the family supports rotary embeddings on a part of each head.
+        supports_partial_rotary: whether the family supports rotary embeddings on a part of each head.
         eps_key: the key of the norms' epsilon in ``config.json``. The metadata key is
             ``layer_norm_rms_epsilon`` for ``rms_norm_eps``, and ``layer_norm_epsilon`` otherwise.
 
@@ -38,15 +38,15 @@ def decoder_config(
         "hidden_act": "silu",
         "attention_bias": keys.has_layer_tensor("attn_q.bias"),
         "mlp_bias": keys.has_layer_tensor("ffn_up.bias"),
-        **_rope(keys, partial_rotary),
+        **_rope(keys, supports_partial_rotary),
     }
 
 
-def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
+def _rope(keys: GGUFKeys, supports_partial_rotary: bool) -> dict[str, object]:
     config: dict[str, object] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     dims = keys.count("rope.dimension_count", keys.head_dim)
     if dims != keys.head_dim:
-        if not partial_rotary:
+        if not supports_partial_rotary:
             raise keys.invalid_value("rope.dimension_count", f"must be the head size, {keys.head_dim}")
         config["partial_rotary_factor"] = dims / keys.head_dim
     factors = {key: keys.file.floats(f"rope_{name}.weight") for key, name in _FACTOR_TENSORS.items()}

@@ -18,7 +18,7 @@ def _gemma(keys: GGUFKeys) -> dict[str, object]:
 
 def _glm(model_type: str) -> Callable[[GGUFKeys], dict[str, object]]:
     def config(keys: GGUFKeys) -> dict[str, object]:
-        values = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True)
+        values = {"partial_rotary_factor": 1.0} | decoder_config(keys, supports_partial_rotary=True)
         return values | {"model_type": model_type}
 
     return config
@@ -76,7 +76,7 @@ def _starcoder2(keys: GGUFKeys) -> dict[str, object]:
 
 def _phi(keys: GGUFKeys) -> dict[str, object]:
     config = {"partial_rotary_factor": 1.0} | decoder_config(
-        keys, partial_rotary=True, eps_key="layer_norm_eps"
+        keys, supports_partial_rotary=True, eps_key="layer_norm_eps"
     )
     del config["head_dim"]
     return config | {"model_type": "phi", "hidden_act": "gelu_new"}
@@ -84,7 +84,7 @@ def _phi(keys: GGUFKeys) -> dict[str, object]:
 
 def _stablelm(keys: GGUFKeys) -> dict[str, object]:
     config = {"partial_rotary_factor": 1.0} | decoder_config(
-        keys, partial_rotary=True, eps_key="layer_norm_eps"
+        keys, supports_partial_rotary=True, eps_key="layer_norm_eps"
     )
     del config["head_dim"]
     return config | {
@@ -97,7 +97,7 @@ def _stablelm(keys: GGUFKeys) -> dict[str, object]:
 
 def _gpt_neox(keys: GGUFKeys) -> dict[str, object]:
     config = {"partial_rotary_factor": 1.0} | decoder_config(
-        keys, partial_rotary=True, eps_key="layer_norm_eps"
+        keys, supports_partial_rotary=True, eps_key="layer_norm_eps"
     )
     return config | {
         "model_type": "gpt_neox",
@@ -109,7 +109,9 @@ def _gpt_neox(keys: GGUFKeys) -> dict[str, object]:
 
 
 def _nemotron(keys: GGUFKeys) -> dict[str, object]:
-    config = {"partial_rotary_factor": 1.0} | decoder_config(keys, partial_rotary=True, eps_key="norm_eps")
+    config = {"partial_rotary_factor": 1.0} | decoder_config(
+        keys, supports_partial_rotary=True, eps_key="norm_eps"
+    )
     return config | {"model_type": "nemotron", "hidden_act": "relu2"}
 
 

@@ -76,7 +76,7 @@ def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
     if type(num_draft_layers) is not int or not 0 <= num_draft_layers < num_layers:
         raise keys.invalid_value("nextn_predict_layers", f"must be a whole number from 0 to {num_layers - 1}")
     return (
-        decoder_config(keys, partial_rotary=True)
+        decoder_config(keys, supports_partial_rotary=True)
         | _experts(keys)
         | {
             "model_type": "glm4_moe",
@@ -98,7 +98,7 @@ def _glm4_moe(keys: GGUFKeys) -> dict[str, object]:
 def _minimax_m2(keys: GGUFKeys) -> dict[str, object]:
     _check_gating(keys, _SIGMOID)
     return (
-        decoder_config(keys, partial_rotary=True)
+        decoder_config(keys, supports_partial_rotary=True)
         | _experts(keys)
         | {
             "model_type": "minimax_m2",

@@ -25,8 +25,8 @@ def gguf_rows(data: Tensor, header: GGUFTensor) -> Rows:
         header: the header of the tensor.
     """
     out_features = header.shape[1 if header.is_transposed else 0]
-    stored = data[header.offset : header.offset + header.num_bytes]
-    blocks = ROW_READERS[header.type_name](stored.view(-1, BLOCK_SIZES[header.type_name]))
+    stored_bytes = data[header.offset : header.offset + header.num_bytes]
+    blocks = ROW_READERS[header.type_name](stored_bytes.view(-1, BLOCK_SIZES[header.type_name]))
     rows = {name: tensor.reshape(out_features, -1) for name, tensor in blocks.items()}
     rows = {name: reorder_rows(tensor, header) for name, tensor in rows.items()}
     if header.type_name == "Q8_0":

@@ -22,12 +22,12 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
         data: all bytes of the file, uint8.
         header: the header of the tensor.
     """
-    stored = data[header.offset : header.offset + header.num_bytes]
+    stored_bytes = data[header.offset : header.offset + header.num_bytes]
     if header.type_name in READERS or header.type_name in PACKAGE_BLOCKS:
-        numbers = dequantize(stored.view(-1, BLOCK_SIZES[header.type_name]), header.type_name)
+        numbers = dequantize(stored_bytes.view(-1, BLOCK_SIZES[header.type_name]), header.type_name)
     else:
         assert header.dtype is not None
-        numbers = stored.view(header.dtype.to_torch())
+        numbers = stored_bytes.view(header.dtype.to_torch())
     if header.is_transposed:
         return numbers.view(header.shape[::-1]).T
     tensor = numbers.view(header.shape)

@@ -36,7 +36,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     if "embed_tokens.weight" not in plain.values():
         return plain
     return {
-        stored: f"model.{name}" if _PART_WITHOUT_HEAD.match(name) else name for stored, name in plain.items()
+        stored_name: f"model.{name}" if _PART_WITHOUT_HEAD.match(name) else name
+        for stored_name, name in plain.items()
     }
 
 

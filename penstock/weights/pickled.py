@@ -73,8 +73,10 @@ class PickledWeights:
             WeightsError: the check failed. The message lists the missing, misshapen and unexpected tensors.
         """
         patterns = tuple(ignore)
-        unread = sorted(self._tensors.keys() - self._read)
-        unexpected = [name for name in unread if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+        unread_names = sorted(self._tensors.keys() - self._read)
+        unexpected = [
+            name for name in unread_names if not any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
         faults = self._faults + [f"{name} is unexpected" for name in unexpected]
         if faults:
             suffix = f" and {len(faults) - 8} more" if len(faults) > 8 else ""

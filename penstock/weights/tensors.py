@@ -223,10 +223,10 @@ class Weights:
                 unexpected tensors.
         """
         patterns = tuple(ignore)
-        unread = (name for name in self.names if name not in self._names_read)
+        unread_names = (name for name in self.names if name not in self._names_read)
         unexpected = [
             self._label(name)
-            for name in unread
+            for name in unread_names
             if not any(fnmatchcase(name, pattern) for pattern in patterns)
             and not self._files.may_stay_unread(name, self._names[name])
         ]

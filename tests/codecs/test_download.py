@@ -1,4 +1,4 @@
-"""How a codec's files are found: in a folder, or by download of safetensors or ``pytorch_model.bin``."""
+"""`resolve_codec`: uses a local folder, or downloads safetensors files or ``pytorch_model.bin``."""
 
 from __future__ import annotations
 

@@ -90,7 +90,9 @@ def load(source: QuantizedTensors, encoding: str, ops: Ops) -> Loader:
         ("bfloat16", (8, 8), "bfloat16"),
     ],
 )
-def test_small_layers_are_stored_in_more_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
+def test_small_layers_of_int4_models_are_stored_in_more_bits(
+    encoding: str, shape: tuple[int, int], expected: str
+) -> None:
     assert ENCODINGS[encoding].for_layer("linear", *shape) == expected
 
 
@@ -197,7 +199,7 @@ def test_quantized_rows_are_kept_unchanged(back_end: str, encoding: str) -> None
     assert source.released == list(tensors)
 
 
-def test_a_router_is_not_quantized() -> None:
+def test_an_unquantized_layer_stays_in_bfloat16() -> None:
     loader = load(QuantizedTensors({}), "int4", ReferenceOps())
     assert loader.pack(random_tensor(64, 64), {"gate": 64}, is_unquantized=True).packed.encoding == "bfloat16"
     assert loader.pack(random_tensor(64, 64), {"up": 64}).packed.encoding == "int5"

@@ -74,7 +74,7 @@ def test_logits_equal_transformers(checkpoint: Path, kernels: str) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
 
 
-def test_chunks_of_a_dynamically_scaled_prompt_equal_the_whole(tmp_path: Path) -> None:
+def test_chunks_of_a_dynamically_scaled_prompt_give_the_logits_of_the_whole_prompt(tmp_path: Path) -> None:
     """With dynamic scaling, the angles depend on the length of the whole prompt, even in its first chunk."""
     parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
     config = tiny_config() | {"max_position_embeddings": 48, "rope_parameters": parameters}

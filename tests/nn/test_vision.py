@@ -54,7 +54,12 @@ def test_clip_rows_equal_transformers(ops: Ops, num_blocks: int) -> None:
     model = randomize(CLIPVisionModel(CLIPVisionConfig(**SIZES)))
     sizes = VisionSizes.from_huggingface(HuggingFaceConfig(SIZES), activation="quick_gelu", norm_eps=1e-5)
     tower = VisionTower.load(
-        load_module(model, "tower", ops), "tower", sizes, is_clip=True, num_blocks=num_blocks, post_norm=False
+        load_module(model, "tower", ops),
+        "tower",
+        sizes,
+        is_clip=True,
+        num_blocks=num_blocks,
+        has_post_norm=False,
     )
     pixels = torch.randn(2, 3, 32, 32)
     step = image_step(ops, [17, 17], DEVICE)

@@ -146,7 +146,7 @@ class LlavaModel(VisionLanguageModel):
         )
         layers = _feature_layers(config, sizes.layers)
         tower = VisionTower.load(
-            load, "vision_tower", sizes, is_clip=is_clip, num_blocks=max(layers), post_norm=False
+            load, "vision_tower", sizes, is_clip=is_clip, num_blocks=max(layers), has_post_norm=False
         )
         hidden = cls.blueprint(config).hidden
         bias = config.flag("multimodal_projector_bias", True)

@@ -1,8 +1,8 @@
 """Features of the semantic encoder: log mel spectrograms as in Kaldi, with two frames concatenated in each
 row.
 
-Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are the parameters of
-    Seamless M4T (arXiv:2312.05187, section 3.2.1), because NeuCodec uses its encoder.
+Source: Povey et al. 2011, "The Kaldi speech recognition toolkit". The parameters are those of Seamless M4T
+(arXiv:2312.05187, section 3.2.1), because NeuCodec uses the encoder of Seamless M4T.
 """
 
 from __future__ import annotations

@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def noise_at(layer: int, start: int, stop: int) -> Tensor:
-    """Return standard normal numbers ``[stop - start]`` float32 for rows of a layer, from splitmix64."""
+    """Return standard normal numbers ``[stop - start]`` float32 for the rows ``start`` to ``stop - 1``.
+
+    ``layer`` is the index of the layer. The random bits are those of splitmix64.
+    """
     positions = np.arange(start, stop, dtype=np.uint64) + np.uint64(layer << 48)
     with np.errstate(over="ignore"):
         z = (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -56,10 +56,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token whose id is in ``ranges``, or not in ``ranges`` if ``negated``. It does not match text."""
+    """One token whose id is in ``ranges``, or not in ``ranges`` if ``is_negated``. It does not match text."""
 
     ranges: Ranges
-    negated: bool = False
+    is_negated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

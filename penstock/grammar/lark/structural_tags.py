@@ -86,11 +86,11 @@ class _Reader:
             case "token":
                 return Tokens(_token_id_ranges([tag_format.get("token")]))
             case "exclude_token":
-                return Tokens(_token_id_ranges(tag_format.get("exclude_tokens", [])), negated=True)
+                return Tokens(_token_id_ranges(tag_format.get("exclude_tokens", [])), is_negated=True)
             case "any_tokens":
                 _refuse_fields(tag_format, "max_tokens")
                 return repeated(
-                    Tokens(_token_id_ranges(tag_format.get("exclude_tokens", [])), negated=True), 0, None
+                    Tokens(_token_id_ranges(tag_format.get("exclude_tokens", [])), is_negated=True), 0, None
                 )
             case "token_triggered_tags" | "token_dispatch":
                 return self._token_triggered_tags(tag_format, [])
@@ -245,7 +245,7 @@ class _Reader:
             tags = [self.node(tag) for tag in _non_empty_list(tag_format, "tags")]
             stops_after_first = bool(tag_format.get("stop_after_first"))
         excluded_ids = _token_id_ranges([*triggers, *tag_format.get("exclude_tokens", [])])
-        text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_id_ranges})), negated=True), 0, None)
+        text = repeated(Tokens(tuple(sorted({*excluded_ids, *end_id_ranges})), is_negated=True), 0, None)
         text_and_tag = sequence([text, choice(tags)])
         result = (
             choice([text, text_and_tag])

@@ -109,7 +109,7 @@ class _Writer:
             return self._symbol_name(node.name)
         if isinstance(node, Tokens):
             ranges = ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in node.ranges)
-            return f"<[{'^' if node.negated else ''}{ranges}]>"
+            return f"<[{'^' if node.is_negated else ''}{ranges}]>"
         return _operator_text(node, self._rule_text)
 
     def _lexeme_text(self, node: Node) -> str:

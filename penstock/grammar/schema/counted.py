@@ -23,7 +23,7 @@ class _CountedState:
 
     state: int
     remaining: int
-    after_detour: bool = False  # whether the text took the detour of the state (see `Counting`)
+    is_after_detour: bool = False  # whether the text took the detour of the state (see `Counting`)
 
 
 class Counting:
@@ -91,7 +91,7 @@ class Counting:
 
         After the first detour, the transition into the detour is left out.
         """
-        detour_state = self.detours[counted_state.state][1][0] if counted_state.after_detour else None
+        detour_state = self.detours[counted_state.state][1][0] if counted_state.is_after_detour else None
         for ranges, target in self.automaton.transitions[counted_state.state]:
             if target in (counted_state.state, detour_state):
                 continue
@@ -111,7 +111,7 @@ class Counting:
         if self.loops[counted_state.state] is None:
             return 0, 0, False
         characters_per_repetition = (
-            len(self.detours[counted_state.state][0]) if counted_state.after_detour else 1
+            len(self.detours[counted_state.state][0]) if counted_state.is_after_detour else 1
         )
         if counted_state.remaining - self.block_size >= self.min_lengths[counted_state.state]:
             repetitions = self.block_size // characters_per_repetition - 1
@@ -124,7 +124,7 @@ class Counting:
     def counted_state_after_block(self, counted_state: _CountedState) -> _CountedState:
         """Return the counted state after a whole block of repetitions."""
         return _CountedState(
-            counted_state.state, counted_state.remaining - self.block_size, counted_state.after_detour
+            counted_state.state, counted_state.remaining - self.block_size, counted_state.is_after_detour
         )
 
     def num_states(self, max_states: int) -> int:
@@ -232,7 +232,7 @@ class CountedWriter:
         loop = self._counting.loops[counted_state.state]
         assert loop is not None
         options = self._options(loop)
-        if counted_state.after_detour:
+        if counted_state.is_after_detour:
             detour_ranges, _ = self._counting.detours[counted_state.state]
             options = [*options, sequence(*(choice(self._options(ranges)) for ranges in detour_ranges))]
         return choice(options)

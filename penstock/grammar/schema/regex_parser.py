@@ -260,7 +260,7 @@ class _Parser:
             raise self.error(f"an unmatched {char} (write \\{char} for the character)")
         if char == "\\":
             letter = self._peek()
-            characters = self._escape(in_class=False)
+            characters = self._escape(is_in_class=False)
             return Char(
                 tuple(
                     union([*characters, *_EITHER_DIALECT.get(letter, [])]) if self._uses_union else characters
@@ -302,10 +302,10 @@ class _Parser:
         if char != "\\":
             return [(ord(char), ord(char))], []
         letter = self._peek()
-        characters = self._escape(in_class=True)
+        characters = self._escape(is_in_class=True)
         return characters, list(_EITHER_DIALECT.get(letter, []))
 
-    def _escape(self, *, in_class: bool) -> list[tuple[int, int]]:
+    def _escape(self, *, is_in_class: bool) -> list[tuple[int, int]]:
         letter = self._next()
         if letter in _CLASSES:
             return list(_CLASSES[letter])
@@ -320,7 +320,7 @@ class _Parser:
             code_point = int(digits, 16)
         elif letter == "0" and not _is_number(self._peek()):
             code_point = 0
-        elif letter == "b" and in_class:
+        elif letter == "b" and is_in_class:
             code_point = 8
         elif letter.isalnum():
             raise self.error(f"\\{letter}, which is not supported,")

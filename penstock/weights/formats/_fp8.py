@@ -69,11 +69,11 @@ def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Map
     blocks = scales.reshape(-(-outputs // rows), -(-inputs // columns)).repeat_interleave(rows, 0)[:outputs]
     if header.encoding is None:
         return None, {"weight": weight.float() * blocks.repeat_interleave(columns, 1)[:, :inputs]}
-    groups = -(-inputs // _GROUP_SIZE)
-    repeats = groups if columns == inputs else columns // _GROUP_SIZE
+    num_groups = -(-inputs // _GROUP_SIZE)
+    repeats = num_groups if columns == inputs else columns // _GROUP_SIZE
     return header.encoding, {
         "weight": weight.view(torch.uint8),
-        "scales": blocks.repeat_interleave(repeats, 1)[:, :groups].contiguous(),
+        "scales": blocks.repeat_interleave(repeats, 1)[:, :num_groups].contiguous(),
     }
 
 

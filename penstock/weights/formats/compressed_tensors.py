@@ -105,13 +105,13 @@ def _weight_options(groups: list[Mapping[str, object]], layer: str) -> Mapping[s
             return 2 if re.match(target.removeprefix("re:"), layer) else 0
         return 3 if layer == target or layer.endswith(f".{target}") else 1 if target == "Linear" else 0
 
-    best: tuple[int, Mapping[str, object]] = (0, {})
+    best_match: tuple[int, Mapping[str, object]] = (0, {})
     for group in groups:
         targets = group.get("targets")
         for target in targets if isinstance(targets, list) else ():
             candidate = (precedence(str(target)), _as_mapping(group.get("weights")))
-            best = max(best, candidate, key=lambda pair: pair[0])
-    return best[1]
+            best_match = max(best_match, candidate, key=lambda pair: pair[0])
+    return best_match[1]
 
 
 def _take_packed(tensors: StoredTensors, layer: str, weights: Mapping[str, object]) -> None:

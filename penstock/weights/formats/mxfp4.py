@@ -47,12 +47,12 @@ class MXFP4Format(StoredFormat):
             blocks, scales = headers.pop(f"{name}{_BLOCKS}"), headers.pop(f"{name}{_SCALES}", None)
             _check(blocks, scales, name)
             assert scales is not None
-            *experts, out_features, groups, _ = blocks.shape
+            *experts, out_features, num_groups, _ = blocks.shape
             for expert in range(*experts) if experts else (None,):
                 headers[f"{name}.weight" if expert is None else f"{name}.{expert}.weight"] = QuantizedHeader(
                     blocks.file,
                     "MXFP4",
-                    (out_features, groups * BLOCK),
+                    (out_features, num_groups * BLOCK),
                     (blocks.num_bytes + scales.num_bytes) // (experts[0] if experts else 1),
                     blocks.stored_name,
                     encoding="mxfp4",

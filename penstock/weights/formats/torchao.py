@@ -129,24 +129,24 @@ def _num_groups(tensors: StoredTensors, layer: str, inputs: int, *, axis: int) -
         WeightsError: the groups do not divide the inputs.
     """
     scale = tensors.peek(layer, _SCALE)
-    groups = scale.shape[axis] if scale is not None and len(scale.shape) == 2 else 1
-    if not groups or inputs % groups:
-        tensors.refuse(layer, _SCALE, f"has {groups} groups for {inputs} inputs")
-    return groups
+    num_groups = scale.shape[axis] if scale is not None and len(scale.shape) == 2 else 1
+    if not num_groups or inputs % num_groups:
+        tensors.refuse(layer, _SCALE, f"has {num_groups} groups for {inputs} inputs")
+    return num_groups
 
 
 def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
     data = tensors.take(layer, _DATA, ("I8",))
     outputs, inputs = data.shape
-    groups = _num_groups(tensors, layer, inputs, axis=1)
+    num_groups = _num_groups(tensors, layer, inputs, axis=1)
     parts = {
         "weight": data,
-        "scale": tensors.take(layer, _SCALE, FLOATS, (outputs, groups)),
-        "zero": tensors.take_optional(layer, _ZERO, ("I8",), (outputs, groups)),
+        "scale": tensors.take(layer, _SCALE, FLOATS, (outputs, num_groups)),
+        "zero": tensors.take_optional(layer, _ZERO, ("I8",), (outputs, num_groups)),
     }
-    zero, group_size = parts["zero"], inputs // groups
-    has_zero_points = zero is not None and any(read_tensor_bytes(zero)) if groups == 1 else True
-    if bits == 8 and groups == 1 and not has_zero_points:
+    zero, group_size = parts["zero"], inputs // num_groups
+    has_zero_points = zero is not None and any(read_tensor_bytes(zero)) if num_groups == 1 else True
+    if bits == 8 and num_groups == 1 and not has_zero_points:
         tensors.put(layer, (outputs, inputs), "int8", parts, layout="rows", bits=8, group_shape=(1, inputs))
         return
     encoding = exact_encoding(bits, group_size, inputs)
@@ -158,14 +158,14 @@ def _take_integers(tensors: StoredTensors, layer: str, bits: int) -> None:
 def _take_packed(tensors: StoredTensors, layer: str) -> None:
     data = tensors.take(layer, _DATA, ("I8", "U8"))
     outputs, inputs = data.shape[0], 2 * data.shape[1]
-    groups = _num_groups(tensors, layer, inputs, axis=0)
+    num_groups = _num_groups(tensors, layer, inputs, axis=0)
     parts = {
         "weight": data,
-        "scale": tensors.take(layer, _SCALE, FLOATS, (groups, outputs)),
-        "zero": tensors.take(layer, _ZERO, FLOATS, (groups, outputs)),
+        "scale": tensors.take(layer, _SCALE, FLOATS, (num_groups, outputs)),
+        "zero": tensors.take(layer, _ZERO, FLOATS, (num_groups, outputs)),
     }
-    group_size = inputs // groups
-    encoding = _INT4_ENCODING if group_size % GROUP_SIZE_MULTIPLE == 0 or groups == 1 else None
+    group_size = inputs // num_groups
+    encoding = _INT4_ENCODING if group_size % GROUP_SIZE_MULTIPLE == 0 or num_groups == 1 else None
     tensors.put(
         layer, (outputs, inputs), encoding, parts, layout=_INT4_CLASS, bits=4, group_shape=(1, group_size)
     )
@@ -209,8 +209,13 @@ def _read_packed(source: TensorReader, header: LayerHeader) -> tuple[str | None,
             group_values.repeat_interleave(group_size, 1) for group_values in (scales, zeros)
         )
         return None, {"weight": (codes.float() - 8) * input_scales + input_zeros}
-    halves, row_scales = split_scales(torch.cat([scales, zeros], dim=1))
-    groups = -(-codes.shape[1] // GROUP_SIZE_MULTIPLE)
-    repeats = groups if group_size >= codes.shape[1] else group_size // GROUP_SIZE_MULTIPLE
-    halves, minima = (half.repeat_interleave(repeats, 1) for half in halves.chunk(2, dim=1))
-    return header.encoding, {"weight": codes, "scales": halves, "minima": -minima, "row_scales": row_scales}
+    float16_values, row_scales = split_scales(torch.cat([scales, zeros], dim=1))
+    num_groups = -(-codes.shape[1] // GROUP_SIZE_MULTIPLE)
+    repeats = num_groups if group_size >= codes.shape[1] else group_size // GROUP_SIZE_MULTIPLE
+    block_scales, minima = (values.repeat_interleave(repeats, 1) for values in float16_values.chunk(2, dim=1))
+    return header.encoding, {
+        "weight": codes,
+        "scales": block_scales,
+        "minima": -minima,
+        "row_scales": row_scales,
+    }
