@@ -150,7 +150,10 @@ class GrammarCompiler:
         return sorted(stop_token_ids)
 
     def _cached_or_compiled(self, grammar: Grammar) -> CompiledGrammar | None:
-        """Return the compiled grammar; None while its compilation waits or runs."""
+        """Return the compiled grammar. If it is not cached, start or queue its compilation and return None.
+
+        Raises the cached error if the compilation has failed.
+        """
         if not self.is_available:
             raise MissingDependencyError(
                 self._backend.library, _EXTRAS[self.config.backend], "structured output"

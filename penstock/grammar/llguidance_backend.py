@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with llguidance, with limits on the memory and the time per mask."""
+"""Compiles and matches grammars with llguidance. Limits memory and the time to compute a mask."""
 
 from __future__ import annotations
 

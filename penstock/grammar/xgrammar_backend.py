@@ -1,4 +1,4 @@
-"""Compiles and matches grammars with xgrammar, which does not limit the memory and the time per mask."""
+"""Compiles and matches grammars with xgrammar, which limits neither memory nor the time to compute a mask."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Attention:
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """Return the output ``[T, E]`` for ``x [T, E]``.
 
-        ``rows`` are the cosines and sines of each rotary embedding.
+        ``rows`` are the cosines and sines of the tokens, for each rotary embedding.
         """
         q, k, v = self._project(x, step)
         q, k = self._normalize_and_rotate(q, k, rows, step)

@@ -179,9 +179,9 @@ class Loader:
     def has_separate_values(self, name: str, out_features: int, in_features: int, *, fused_with: str) -> bool:
         """Return whether the value projection must be a separate layer, not fused with the query projection.
 
-        With ``keep_stored``, this is the case if the stored encodings or input orders of the two layers
-        differ. Otherwise it is the case, without ``is_uniform``, if values are not stored in the model's
-        encoding, and `LinearEncoding.for_layer` chooses another encoding for them.
+        With ``keep_stored``, it must be separate if the stored encodings or input orders of the two layers
+        differ. Without ``keep_stored``, it must be separate if values are not stored in the model's encoding
+        and `LinearEncoding.for_layer` chooses another encoding for them; with ``is_uniform``, never.
 
         Args:
             name: name of the value projection.

@@ -83,7 +83,7 @@ class GatheredNorm:
     """A norm over all heads of queries or keys, if the heads are divided among ranks.
 
     The norm needs a mean over all heads, so the columns of all ranks are gathered. If several ranks have
-    copies of the same heads, the gathered rows contain each head equally often, and the mean is the same.
+    copies of the same heads, the gathered rows contain each head equally often, so the mean does not change.
     """
 
     norm: Norm  # applied to the gathered rows

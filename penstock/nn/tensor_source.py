@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.kernels import LinearSlice, PackedLinear
 
 LoadPacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
-"""Returns the next layer, in load order, from a file of packed weights; None if the file's next entry is
-another layer, or there is none.
+"""Returns the next layer, in load order, from a file of packed weights; None if the file's next layer is
+another one, or if the file has no next layer.
 
 The arguments are the encoding, ``(out, in)``, the bias and the slices of the layer."""
 

@@ -35,9 +35,10 @@ _QUICK_GELU_FACTOR = 1.702
 
 @dataclass(frozen=True, slots=True)
 class EncoderRunner:
-    """Runs the steps of a vision encoder: as a captured graph if a key occurs again, otherwise eagerly.
+    """Runs the steps of a vision encoder.
 
-    A graph and an eager run give bit-equal results.
+    A step whose key occurs repeatedly can run as a captured graph; other steps run eagerly. A graph and an
+    eager run give bit-equal results.
     """
 
     ops: Ops

@@ -13,7 +13,7 @@ class GGUFFamily:
     names: Mapping[str, str]
     """Name in the GGUF file -> name in the checkpoint, both without ``.weight`` and ``.bias``.
 
-    ``N`` stands for the number of a layer, ``X`` for the number of an expert.
+    ``N`` stands for the number of a layer, ``X`` for the number of an expert or a head.
     """
     is_interleaved: bool = False
     """Whether the file stores query and key rows interleaved for the rotary embedding."""

@@ -2,9 +2,10 @@
 
 ``penstock warm-cache --pack`` writes such a file. Loading then maps the file instead of packing the weights.
 It is a safetensors file (https://huggingface.co/docs/safetensors). Its metadata describe the layers in load
-order. The metadata also contain what the packed weights depend on: path, size and time of the checkpoint's
-files, a digest of its configuration, the encoding, the memory layout and the version of Penstock. If one of
-these differs, the file is not used. All processes share the pages of the file in the page cache.
+order. The metadata also contain what the packed weights depend on: path, size and modification time of the
+checkpoint's files, a digest of its configuration, the encoding, the memory layout and the version of
+Penstock. If one of these differs, the file is not used. All processes share the pages of the file in the page
+cache.
 """
 
 from __future__ import annotations

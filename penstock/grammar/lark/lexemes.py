@@ -188,7 +188,7 @@ class _Divider:
         return Division(self._divided_rules, lexemes, self._rules, f"rule_{root}")
 
     def _divided_node(self, node: Node) -> Node:
-        """Return the node with its regular parts replaced by references to few and long lexemes."""
+        """Return the node with its regular parts replaced by references to lexemes; prefers long lexemes."""
         if node == EMPTY:
             return node
         if self._limits.is_lexeme(node) and node not in self._split_nodes:

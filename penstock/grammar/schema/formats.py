@@ -112,7 +112,7 @@ def _label(max_count: int) -> str:
     )
 
 
-# Excluded: valid names (at most 253 characters) that exceed the label lengths of all these alternatives.
+# Excluded: valid names (at most 253 characters) that have more or longer labels than each alternative allows.
 _HOST = (
     f"(?:{_label(63)}(?:\\.{_label(63)}){{0,2}}(?:\\.{_label(61)})?"
     f"|{_label(63)}(?:\\.{_label(26)}){{0,7}}|{_label(15)}(?:\\.{_label(15)}){{0,14}})"
@@ -141,6 +141,8 @@ _U_LABEL = (  # labels of at most 63 octets in their ASCII form
     f"(?:[a-z0-9{_LETTERS}][a-z0-9{_LETTERS}{_MARKS}]{{0,8}}[{_LETTERS}{_MARKS}]"
     f"|(?:[a-z0-9]{{1,8}}-?)?{_LETTER_GROUP}(?:-?{_LETTER_GROUP}){{0,2}}|{_ONE_LETTER_LABEL}|[{_RIGHT_TO_LEFT}]{{1,10}})"
 )
+# Excluded: host names of more than 3 labels with a non-ASCII label. In addresses with a non-ASCII character:
+# host names of more than 2 labels, and local parts of more than 21 characters or with several dots.
 _IDN_LABEL = f"(?:{_label(63)}|{_U_LABEL})"
 _IDN_HOST = f"(?:{_HOST}|{_IDN_LABEL}(?:\\.{_IDN_LABEL}){{0,2}})"
 _IDN_ATOM = f"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~{_LETTERS}-]"

@@ -42,8 +42,8 @@ def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> 
     - Properties come in the order of the schema. If the schema names properties and does not have
       ``additionalProperties`` or ``patternProperties``, no other properties are allowed.
     - Integers have no decimal point and no exponent; bounded numbers have no exponent.
-    - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
-      no escapes, and strings with a minimum length above 256 have none up to this length.
+    - Names, and strings with a pattern or a format, use the shortest escapes. Strings with a maximum length
+      above 256 have no escapes, and strings with a minimum length above 256 have none up to this length.
     - White space is allowed only after ``{ [ , :`` and before ``] }``, at most 20 characters in each place.
     - Unique items with more than 8 values come in the order of the schema, except in short arrays.
     - Rare forms of formats are excluded (`formats`). If the exact grammar of a format or pattern with a

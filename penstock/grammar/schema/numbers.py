@@ -10,7 +10,7 @@ from penstock.grammar.schema.ebnf import EMPTY, choice, literal, repeated, seque
 
 _DIGIT = "[0-9]"
 _MAX_FRACTION_DIGITS = 17  # maximum digits after the decimal point of bounded numbers
-_EXACT_DIGITS = 15  # decimal numbers with up to this many digits are different floats
+_EXACT_DIGITS = 15  # different decimal numbers of at most 15 digits are different floats
 # If the absolute value of a bound is at least this large, numbers with a fraction are restricted.
 _LARGE_BOUND = Decimal(10**14)
 _MAX_WITH_FRACTION = Decimal(10**9)  # maximum absolute value of restricted numbers with a fraction

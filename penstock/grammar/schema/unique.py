@@ -77,8 +77,8 @@ class UniqueWriter:
         """Return the expression of the items, without brackets; None if no array is possible.
 
         Raises:
-            UnsupportedSchemaError: the possible values of an item are not listed or are more than
-                `MAX_VALUES`, or an array with a prefix has too many sets of items.
+            UnsupportedSchemaError: `listed_values` cannot list the values of an item, an item has more than
+                `MAX_VALUES` values, or an array with a prefix has too many sets of items.
         """
         prefix_values = [self._values(shape, conjunction) for conjunction in shape.prefix[: shape.max_count]]
         further_values = (
