@@ -79,7 +79,11 @@ class Connection(asyncio.Protocol):
             self._start_header_timer()  # the next request has begun, and its headers must arrive in time
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open. True if a response to a complete request is pending."""
+        """Keep the connection open if a response to a complete request is pending.
+
+        Then drop an incomplete pipelined request, and probe whether the client still reads. Return whether
+        the connection stays open.
+        """
         self._has_received_eof = True
         if self.transport.is_closing() or not self._is_answering():
             return False

@@ -41,7 +41,7 @@ class TooManyValuesError(ValueError):
 
 
 def decode(body: bytes, max_values: int, max_items: int) -> Any:
-    """Decode strict JSON: UTF-8, finite numbers, no duplicate keys, no unpaired surrogates.
+    """Decode strict JSON: UTF-8, finite numbers, no duplicate keys, no unpaired surrogates, limited nesting.
 
     Args:
         body: the bytes.

@@ -23,7 +23,7 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class OriginMiddleware:
-    """Refuse requests from pages of other sites.
+    """Refuses requests from pages of other sites.
 
     Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
     of ``--cors-origins``. If a browser sends ``Sec-Fetch-Site``, this header decides whether the origin is
@@ -103,7 +103,7 @@ class OriginMiddleware:
         )
 
     def _is_foreign(self, headers: Headers, host: str | None) -> bool:
-        """Return whether a browser sends the request for a page of another site."""
+        """Return whether a page of another site sent the request, except a site of ``--cors-origins``."""
         origin = headers.get("origin")
         if "*" in self._origins or origin in self._origins:
             return False

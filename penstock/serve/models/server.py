@@ -46,7 +46,7 @@ class ModelsServer(Server):
             await self._registry.stop()
 
     def _make_server(self) -> tuple[Services, HttpServer]:
-        """Create the services of all models and the HTTP server. Return the first model's and the server."""
+        """Create the services of all models and the HTTP server. Return the first services and the server."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.http.server import HttpServer
             from penstock.serve.models.front import make_outer_app

@@ -154,7 +154,7 @@ def test_a_pythonic_call_may_omit_optional_arguments() -> None:
 def test_choices_that_force_no_call_have_no_grammar_and_forced_calls_need_a_format() -> None:
     for choice in ("auto", "none", None):
         assert grammar_that_forces_calls("hermes", choice) is None
-    with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):
+    with pytest.raises(UnsupportedFeatureError, match=r"set --tool-call-parser to one of .*hermes"):
         ParserFactory.choose(None).grammar(TOOLS, "required")
 
 

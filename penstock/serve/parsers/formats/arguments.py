@@ -48,8 +48,10 @@ class Arguments:
     """The schema of an arguments object, split into one schema per argument."""
 
     schemas: dict[str, Schema | bool]
-    """Name -> schema of each argument, in the order of the output. Schemas that are objects include all
-    definitions."""
+    """Name -> schema of each argument: first the ``properties``, then the other required arguments.
+
+    Schemas that are objects include all definitions.
+    """
     required: frozenset[str]
     is_unrestricted: bool
     """Whether the schema names no argument and allows arguments of any name."""
@@ -108,8 +110,8 @@ class TaggedArguments:
         If the schema does not restrict the arguments, up to 63 arguments with any names are allowed.
 
         Raises:
-            UnsupportedSchemaError: a keyword restricts the object as a whole, or cannot be enforced in text
-                that is not JSON.
+            UnsupportedSchemaError: a keyword restricts the object as a whole or cannot be enforced in text
+                that is not JSON, or the text of an enum value is ambiguous.
         """
         arguments = Arguments.from_schema(schema)
         if arguments.is_unrestricted:

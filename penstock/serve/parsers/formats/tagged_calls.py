@@ -1,4 +1,4 @@
-"""Calls whose arguments are plain text in tags. The schema determines the types of the arguments."""
+"""Calls whose arguments are plain text in tags. The schema or the tag determines the type of an argument."""
 
 from __future__ import annotations
 
