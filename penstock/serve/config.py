@@ -114,7 +114,9 @@ class ServeConfig:
         60.0, _POSITIVE_SECONDS, "Seconds within which the body of a request must arrive."
     )
     max_queue_size: int | None = setting(
-        None, COUNT, "Maximum number of waiting requests. Default: 4 times max-batch-size, at least 64."
+        None,
+        COUNT,
+        "Maximum number of waiting requests of each worker. Default: 4 times max-batch-size, at least 64.",
     )
     max_choices_per_request: int | None = setting(
         None,
@@ -138,7 +140,11 @@ class ServeConfig:
         _POSITIVE_SECONDS,
         "Seconds without a new token after which the server sends a ping to keep a stream's connection open.",
     )
-    keep_alive: float = setting(120.0, _POSITIVE_SECONDS, "Seconds after which an idle connection is closed.")
+    keep_alive: float = setting(
+        120.0,
+        _POSITIVE_SECONDS,
+        "Seconds after which an idle connection is closed, rounded to whole seconds.",
+    )
     shutdown_grace: float = setting(
         30.0,
         _NON_NEGATIVE_SECONDS,

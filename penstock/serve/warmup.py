@@ -1,4 +1,4 @@
-"""Warm-up requests, which do the one-time work of the first requests.
+"""Warm-up requests, so that the first requests of clients do not wait for one-time work of the engine.
 
 The server waits for `warm_up_model` before it is ready, but not for `warm_up_grammars`.
 """

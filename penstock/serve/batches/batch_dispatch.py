@@ -74,7 +74,7 @@ class BatchDispatcher:
         self._max_retries = max_retries
 
     async def run(self, lines: Iterator[BatchRequest | InvalidLine]) -> None:
-        """Run all lines.
+        """Run the requests of all lines. An invalid line gives the result of a failed request.
 
         Raises:
             StoppedError: the server is stopping. Lines without a reported result must run again.

@@ -25,9 +25,9 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 class OriginMiddleware:
     """Refuses requests from pages of other sites.
 
-    Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
-    of ``--cors-origins``. If a browser sends ``Sec-Fetch-Site``, this header decides whether the origin is
-    the server's own.
+    If the server has no API key, a request with side effects must have no ``Origin``, the server's own
+    origin, or one of ``--cors-origins``. If a browser sends ``Sec-Fetch-Site``, this header decides whether
+    the origin is the server's own.
 
     ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a loopback address without
     a key. In other cases it is not checked, because the server may have host names that are not configured.
@@ -59,8 +59,8 @@ class OriginMiddleware:
         """Check the headers of a request.
 
         Raises:
-            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin
-                without an API key; 421 a host that is not allowed.
+            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin,
+                if the server has no API key; 421 a host that is not allowed.
         """
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")

@@ -70,7 +70,7 @@ class ServedModel:
 class ModelRegistry:
     """Loads models when requests need them, and unloads models to free memory.
 
-    Models without running requests are unloaded before models with running requests. Within both groups, the
+    Models without running requests are unloaded before models with running requests. Within each group, the
     least recently used model is unloaded first.
 
     Args:

@@ -401,7 +401,7 @@ def test_a_too_long_body_is_refused(server_run: ServerRun) -> None:
     assert (status, answer.status_code) == (0, 413)
 
 
-def test_invalid_and_used_addresses_are_refused() -> None:
+def test_invalid_addresses_and_used_ports_are_refused() -> None:
     with listening_socket("127.0.0.1", 0) as listener_in_use:
         port = listener_in_use.getsockname()[1]
         assert url_of(listener_in_use) == f"http://127.0.0.1:{port}"

@@ -119,8 +119,9 @@ def _json_escaped(text: str) -> str:
 def typed_json(text: str, types: frozenset[str] | None) -> str:
     """Return an argument as JSON: the JSON value of the text, or the text as a string.
 
-    The result is a string if the text is not JSON, or if the schema allows strings but not the type of the
-    JSON value. If the schema allows no strings, or ``types`` is None, every JSON value is accepted.
+    The result is a string if the text is not JSON. If the schema allows strings, the result is also a string
+    if the JSON value is a string, or has a type that the schema does not allow. If the schema allows no
+    strings, or ``types`` is None, every JSON value is accepted.
     """
     stripped_text = text.strip()
     stripped_text = _PYTHON_NAMES.get(stripped_text, stripped_text)
