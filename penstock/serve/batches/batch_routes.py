@@ -112,9 +112,9 @@ async def delete_file(request: Request, file_id: str) -> Response:
 async def create_batch(request: Request) -> Response:
     """Start a batch, which runs the requests of a file with a lower priority than other requests."""
     services = Services.of(request)
-    raw = await request.json()
+    decoded_body = await request.json()
     manager, owner = _manager(request), request_owner(request)
-    body = checked_body(services, BatchBody, raw)
+    body = checked_body(services, BatchBody, decoded_body)
     if body.endpoint not in ENDPOINTS:
         raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
     input_file = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)

@@ -110,8 +110,8 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
 async def _discard_output(process: asyncio.subprocess.Process) -> None:
     """Read the rest of the output and wait until the process has ended.
 
-    asyncio stops watching a pipe with too much unread data. It would then not notice the end of the process,
-    and the pipe would stay open.
+    asyncio stops watching a pipe with too much unread data. It would then not notice that the process has
+    closed the pipe, and the pipe would stay open.
     """
     with suppress(OSError):
         await process.communicate()
