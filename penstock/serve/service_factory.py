@@ -39,8 +39,8 @@ def build_services(
         pipeline_config: the configuration of the model.
         worker: the engine client of the model.
         tokenizer: the tokenizer of the model.
-        sibling: the services of another model of the same server. The new services use the same objects if
-            they do not depend on the model, such as gate, metrics, traces, thread pools and route states.
+        sibling: the services of another model of the same server. The new services share with the sibling
+            the objects that do not depend on the model, such as gate, metrics, thread pools and route states.
     """
     if sibling is not None:
         sibling.metrics.add_engine(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)

@@ -63,7 +63,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
 
 
 class _Http10Cycle(RequestResponseCycle):
-    """A response in HTTP/1.0. Without a content length, closing the connection ends it."""
+    """An HTTP/1.0 response. A response without a content length ends when the connection closes."""
 
     _is_unframed = False
 

@@ -34,7 +34,7 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the process started, or since this object was made if that time is unknown."""
+        """Seconds since the process started, or since the object was created if the start is unknown."""
         return time.perf_counter() - self._started_at
 
     @contextmanager

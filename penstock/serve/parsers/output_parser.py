@@ -128,7 +128,7 @@ class ReasoningToolParser:
         self._json_scanner: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        # White space at the end of the text so far. A call or a reasoning marker that follows drops it.
+        # White space at the end of the text so far. It is dropped if a call or a reasoning marker follows.
         self._pending_space: list[str] = []
         self._after_markup = in_reasoning  # whether no text follows the last call or reasoning marker yet
         self._has_content = False

@@ -25,7 +25,8 @@ class ReasoningFormat:
     """Marker before the content, also in an output without reasoning."""
     remark_marker: str = ""
     """Marker before a remark: visible text before a call or before the answer (the channel ``commentary`` of
-    harmony). Only formats with an ``answer_marker`` can have it."""
+    harmony). Only formats with an ``answer_marker`` can have a
+    remark marker."""
     hints: tuple[str, ...] = ()
     """Texts that every chat template of this format contains. If empty, only ``--reasoning-parser`` selects
     the format."""

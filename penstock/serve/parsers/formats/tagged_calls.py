@@ -133,5 +133,5 @@ def typed_json(text: str, types: frozenset[str] | None) -> str:
         return json_text
     number_types = {"number", "integer"} if _INTEGER.fullmatch(stripped_text) else {"number"}
     is_allowed = not types.isdisjoint(_TYPES_BY_FIRST_CHARACTER.get(stripped_text[0], number_types))
-    # This format writes strings without quotes, so a leading quote is part of the string.
+    # These formats write strings without quotes, so a leading quote is part of the string.
     return json_text if is_allowed and stripped_text[0] != '"' else json.dumps(text, ensure_ascii=False)
