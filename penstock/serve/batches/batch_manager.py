@@ -15,7 +15,7 @@ from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError
 from penstock.serve.batches.batch_lines import (
     BatchRequest,
     InvalidLine,
-    check_unique,
+    count_unique_lines,
     finished_ids,
     read_lines,
     remaining_lines,
@@ -116,7 +116,7 @@ class BatchManager:
         try:
             completed_ids = await asyncio.to_thread(finished_ids, result_path)
             failed_ids = await asyncio.to_thread(finished_ids, failure_path)
-            counts["total"] = await asyncio.to_thread(lambda: check_unique(self._lines(batch)))
+            counts["total"] = await asyncio.to_thread(lambda: count_unique_lines(self._lines(batch)))
         except InputError as error:
             await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
             return

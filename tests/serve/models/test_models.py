@@ -17,7 +17,7 @@ from support.engines import FakeEngine
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointNotFoundError, ConfigError
 from penstock.pipelines.core import PipelineTask
-from penstock.serve.models.front import make_outer_app
+from penstock.serve.models.outer_app import make_outer_app
 from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.services import Services
 from penstock.testing import FakeTokenizer
