@@ -41,6 +41,10 @@ def build_services(
         tokenizer: the tokenizer of the model.
         sibling: the services of another model of the same server. The new services share with the sibling
             the objects that do not depend on the model, such as gate, metrics, thread pools and route states.
+
+    Raises:
+        ConfigError: a parser setting names an unknown format.
+        MissingDependencyError: ``--otlp-endpoint`` is set, but the extra ``otel`` is not installed.
     """
     if sibling is not None:
         sibling.metrics.add_engine(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)

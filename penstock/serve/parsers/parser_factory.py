@@ -172,7 +172,7 @@ class ParserFactory:
         tool_choice: ToolChoice,
         *,
         parallel: bool = True,
-        reasoning: bool = False,
+        allows_reasoning: bool = False,
         in_reasoning: bool | None = None,
     ) -> Grammar | None:
         """Return the grammar that forces calls, or None if the choice is neither "required" nor a named tool.
@@ -181,7 +181,7 @@ class ParserFactory:
             tools: the tools of the request.
             tool_choice: the tool choice of the request.
             parallel: allow several calls.
-            reasoning: allow reasoning before the calls if the model has a reasoning format.
+            allows_reasoning: allow reasoning before the calls if the model has a reasoning format.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
         Raises:
@@ -193,12 +193,12 @@ class ParserFactory:
         # OpenAI's API calls a named function exactly once.
         parallel = parallel and tool_choice == "required"
         tag = self._calls_tag("tool_choice", Tools.from_request(tools, tool_choice), parallel)
-        return grammar_of(self._after_reasoning(tag, in_reasoning) if reasoning else tag)
+        return grammar_of(self._after_reasoning(tag, in_reasoning) if allows_reasoning else tag)
 
     def strict_grammar(
         self,
         tools: Sequence[TokenGeneratorRequestTool],
-        strict: Container[str],
+        strict_names: Container[str],
         *,
         parallel: bool = True,
         in_reasoning: bool | None = None,
@@ -210,7 +210,7 @@ class ParserFactory:
 
         Args:
             tools: the tools of the request.
-            strict: names of the strict tools. Other tools accept any arguments.
+            strict_names: names of the strict tools. Other tools accept any arguments.
             parallel: allow several calls.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
@@ -219,7 +219,7 @@ class ParserFactory:
                 inside free text.
             UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
-        strict_tools = Tools.from_request(tools, "auto").with_strict(strict)
+        strict_tools = Tools.from_request(tools, "auto").with_strict(strict_names)
         calls_tag = self._calls_tag("strict tools", strict_tools, parallel)
         assert self.tool_format is not None
         if self.reasoning_format is not None and self.reasoning_format.answer_marker:
@@ -245,7 +245,7 @@ class ParserFactory:
         self,
         grammar: Grammar,
         tools: Sequence[TokenGeneratorRequestTool],
-        strict: Container[str],
+        strict_names: Container[str],
         *,
         parallel: bool = True,
         in_reasoning: bool | None = None,
@@ -255,7 +255,7 @@ class ParserFactory:
         Args:
             grammar: the grammar of the output format.
             tools: the tools of the request.
-            strict: names of the strict tools. Other tools accept any arguments.
+            strict_names: names of the strict tools. Other tools accept any arguments.
             parallel: allow several calls.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
@@ -265,7 +265,7 @@ class ParserFactory:
         """
         calls_tag = self._calls_tag(
             "an output format together with tools",
-            Tools.from_request(tools, "auto").with_strict(strict),
+            Tools.from_request(tools, "auto").with_strict(strict_names),
             parallel,
         )
         return grammar_of(

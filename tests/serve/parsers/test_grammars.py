@@ -171,7 +171,7 @@ REASONING = f"hm, </thin or not\n</think>\n\n{CALL}"
     ],
 )
 def test_reasoning_may_precede_a_forced_call(in_reasoning: bool | None, accepted_texts: list[str]) -> None:
-    grammar = grammar_that_forces_calls("hermes", reasoning=True, in_reasoning=in_reasoning)
+    grammar = grammar_that_forces_calls("hermes", allows_reasoning=True, in_reasoning=in_reasoning)
     for text in (REASONING, f"<think>\n{REASONING}", CALL):
         # Within a reasoning block, a second "<think>" is reasoning text.
         expected = text in accepted_texts or (in_reasoning is True and text != CALL)
