@@ -412,7 +412,7 @@ def statuses() -> str:
 def metric_names() -> str:
     """Return the table of metrics of the server's registry and of metrics read from the worker."""
     rows = []
-    server_metrics = metrics.Metrics(with_process=False)
+    server_metrics = metrics.Metrics(reports_process=False)
     labels = {
         metric._name: metric._labelnames
         for metric in vars(server_metrics).values()

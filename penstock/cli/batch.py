@@ -102,7 +102,12 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     from penstock.host.progress import GenerationProgress
     from penstock.serve.app import create_app
     from penstock.serve.batches.batch_dispatch import BatchDispatcher
-    from penstock.serve.batches.batch_lines import check_unique, finished_ids, read_lines, remaining_lines
+    from penstock.serve.batches.batch_lines import (
+        count_unique_lines,
+        finished_ids,
+        read_lines,
+        remaining_lines,
+    )
     from penstock.serve.service_factory import build_services, close_services
 
     config = replace(config, access_log=False, state_dir=None)
@@ -112,7 +117,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
     services = build_services(config, pipeline_config, worker, tokenizer)
     lines = partial(read_lines, requests, *services.json_limits)
     ids_with_results = finished_ids(output)
-    num_remaining = check_unique(remaining_lines(lines(), ids_with_results))
+    num_remaining = count_unique_lines(remaining_lines(lines(), ids_with_results))
     if ids_with_results:
         click.echo(
             f"penstock: {len(ids_with_results)} lines have results, {num_remaining} lines are left", err=True

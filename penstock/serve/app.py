@@ -57,7 +57,7 @@ TASK_ROUTERS: Mapping[PipelineTask, Sequence[APIRouter]] = {
     ),
     PipelineTask.AUDIO_GENERATION: (speech.router,),  # POST /v1/audio/speech, GET /v1/audio/voices
 }
-"""Task -> routes that require a model for this task."""
+"""Task -> routers of the routes that require a model for this task."""
 
 
 def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = False) -> FastAPI:
@@ -69,7 +69,8 @@ def create_app(services: Services, *extra_routers: APIRouter, is_inner: bool = F
     Args:
         services: the objects that the routes use.
         *extra_routers: additional routes. They are matched before all other routes.
-        is_inner: whether an outer application mounts this application and applies the middleware.
+        is_inner: whether an outer application dispatches requests to this application. The outer application
+            then applies the middleware and runs the batches.
 
     Raises:
         ConfigError: ``--state-dir`` cannot be used.
@@ -124,7 +125,10 @@ class TaskCheck:
 
 
 def task_for_path(path: str) -> PipelineTask | None:
-    """Return the task of the route at a path. None if the route serves all tasks or does not exist."""
+    """Return the task of the route at a path.
+
+    None for paths of all tasks, paths with parameters such as ``/v1/responses/ID``, and unknown paths.
+    """
     for task, routers in TASK_ROUTERS.items():
         for router in routers:
             if any(getattr(route, "path", None) == path for route in router.routes):

@@ -28,8 +28,8 @@ _NON_NEGATIVE_SECONDS = Rule("a number of seconds, 0 or more", lambda value: isf
 _PORT = Rule("a port number, or 0 for any free port", lambda value: 0 <= value <= 65535)
 _GAUGE_PATTERN = re.compile(r"(waiting|running|kv_usage|adapters)=[a-zA-Z_:][a-zA-Z0-9_:]*")
 _GAUGE_NAMES = Rule(
-    "GAUGE=NAME such as waiting=NAME, each GAUGE and NAME only once; GAUGE is waiting, running, kv_usage or "
-    "adapters",
+    "QUANTITY=NAME such as waiting=NAME, each QUANTITY and NAME only once; QUANTITY is waiting, running, "
+    "kv_usage or adapters",
     lambda value: (
         isinstance(value, tuple)
         and all(isinstance(gauge, str) and _GAUGE_PATTERN.fullmatch(gauge) for gauge in value)
@@ -107,14 +107,16 @@ class ServeConfig:
         50_000,
         COUNT,
         "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
-        "have a separate limit: the same number, or the token count of the longest accepted prompts if that "
-        "is higher.",
+        "have a separate limit: this number or, if more, 4 times the maximum length in tokens "
+        "(max-inputs-per-request times for models without text generation).",
     )
     body_timeout: float = setting(
         60.0, _POSITIVE_SECONDS, "Seconds within which the body of a request must arrive."
     )
     max_queue_size: int | None = setting(
-        None, COUNT, "Maximum number of waiting requests. Default: 4 times max-batch-size, at least 64."
+        None,
+        COUNT,
+        "Maximum number of waiting requests of each worker. Default: 4 times max-batch-size, at least 64.",
     )
     max_choices_per_request: int | None = setting(
         None,
@@ -130,15 +132,19 @@ class ServeConfig:
     stream_timeout: float = setting(
         300.0,
         _POSITIVE_SECONDS,
-        "Seconds without a new token after which a request is aborted. The wait for the first token is not "
-        "limited.",
+        "Seconds without a new token after which a request is aborted. This setting does not limit the wait "
+        "for the first token.",
     )
     stream_ping: float = setting(
         15.0,
         _POSITIVE_SECONDS,
         "Seconds without a new token after which the server sends a ping to keep a stream's connection open.",
     )
-    keep_alive: float = setting(120.0, _POSITIVE_SECONDS, "Seconds after which an idle connection is closed.")
+    keep_alive: float = setting(
+        120.0,
+        _POSITIVE_SECONDS,
+        "Seconds after which an idle connection is closed, rounded to whole seconds.",
+    )
     shutdown_grace: float = setting(
         30.0,
         _NON_NEGATIVE_SECONDS,
@@ -261,7 +267,7 @@ class ServeConfig:
     model_memory: int | None = setting(
         None,
         NUM_BYTES,
-        "Host memory for all loaded models of a server with several models. Default: the fraction "
+        "Host memory for all loaded models of a server with several models, in bytes. Default: the fraction "
         "device-memory-utilization of the free memory.",
     )
     router_gauge: tuple[str, ...] = setting(

@@ -39,8 +39,12 @@ def build_services(
         pipeline_config: the configuration of the model.
         worker: the engine client of the model.
         tokenizer: the tokenizer of the model.
-        sibling: the services of another model of the same server. The new services share with them what does
-            not depend on the model, such as gate, metrics, traces, thread pools, and the state of routes.
+        sibling: the services of another model of the same server. The new services share with the sibling
+            the objects that do not depend on the model, such as gate, metrics, thread pools and route states.
+
+    Raises:
+        ConfigError: a parser setting names an unknown format.
+        MissingDependencyError: ``--otlp-endpoint`` is set, but the extra ``otel`` is not installed.
     """
     if sibling is not None:
         sibling.metrics.add_engine(worker, parse_gauges(config.router_gauge), pipeline_config.model.name)

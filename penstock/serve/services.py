@@ -39,7 +39,7 @@ class Closable(Protocol):
 State = TypeVar("State", bound=Closable)
 
 LARGE_BODY_BYTES = 512 * 1024
-"""A body with more bytes counts as large."""
+"""A body with more bytes than this counts as large."""
 _MAX_LARGE_BODIES = 8
 _MAX_WARNINGS = 1000
 _MAX_TOKEN_ID_PROMPTS = 4

@@ -1,4 +1,4 @@
-"""Warm-up requests, which do the one-time work of the first requests.
+"""Warm-up requests, so that the first requests of clients do not wait for one-time work of the engine.
 
 The server waits for `warm_up_model` before it is ready, but not for `warm_up_grammars`.
 """
@@ -37,14 +37,14 @@ async def warm_up_model(worker: EngineClient, tokenizer: TextTokenizer, task: Pi
         PenstockError: a request failed. `warm_up_speech` ignores a `RequestFailedError`.
     """
     if task is PipelineTask.TEXT_GENERATION:
-        await warm_up(worker, tokenizer)
+        await warm_up_text_generation(worker, tokenizer)
     elif isinstance(tokenizer, EmbeddingsTokenizer):
         await warm_up_embeddings(worker, tokenizer)
     elif isinstance(tokenizer, SpeechTokenizer):
         await warm_up_speech(worker, tokenizer)
 
 
-async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:
+async def warm_up_text_generation(worker: EngineClient, tokenizer: TextTokenizer) -> None:
     """Run three short requests: one greedy, one sampled, one with a penalty and log probabilities.
 
     Raises:

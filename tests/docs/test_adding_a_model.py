@@ -99,8 +99,8 @@ def duo_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return run_check(tmp_path, monkeypatch, "check_duo.py")
 
 
-def test_logits_of_the_custom_block_equal_plain_torch(duo_variables: dict[str, Any]) -> None:
-    """The logits of a request are bit-equal if it is computed alone, in a batch or in chunks."""
+def test_logits_of_the_custom_block_agree_with_plain_torch(duo_variables: dict[str, Any]) -> None:
+    """The logits of a request are bit-equal whether it is computed alone, in a batch or in chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )
@@ -141,7 +141,7 @@ def test_the_memory_estimate_is_correct_for_tensor_names_of_the_page(duo_variabl
     ],
     ids=str,
 )
-def test_logits_of_vaultgemma_equal_transformers(tmp_path: Path, variant: dict[str, Any]) -> None:
+def test_logits_of_vaultgemma_agree_with_transformers(tmp_path: Path, variant: dict[str, Any]) -> None:
     write_page_files(tmp_path)
     registry = PipelineRegistry([tmp_path / "architectures"])
     (architecture,) = (candidate for candidate in registry.architectures if candidate.name == "vaultgemma")

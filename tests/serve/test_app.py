@@ -26,7 +26,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 def make_failing_routes(may_finish: asyncio.Event | None = None) -> APIRouter:
-    """Return routes, most of which fail.
+    """Return test routes. Most of them fail.
 
     The route "/slow" waits until `may_finish` is set. If `may_finish` is None, the route waits forever.
     """

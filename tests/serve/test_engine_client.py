@@ -11,7 +11,7 @@ from support.app_client import app_client, make_services
 from support.asgi import wait_until
 from support.engines import FakeEngine
 
-from penstock.serve.warmup import warm_up
+from penstock.serve.warmup import warm_up_text_generation
 from penstock.worker.messages import WorkerStats
 from penstock.worker.router import WorkerRouter
 
@@ -83,5 +83,5 @@ async def test_adapters_and_metrics_come_from_the_engine() -> None:
 
 async def test_the_warm_up_needs_only_the_engine_client_protocol() -> None:
     engine = FakeEngine()
-    await warm_up(engine, make_services().tokenizer)
+    await warm_up_text_generation(engine, make_services().tokenizer)
     assert len(engine.contexts) == 3

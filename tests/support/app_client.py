@@ -37,7 +37,7 @@ def make_services(
         pipeline_config=PipelineConfig.from_flat({"enable_lora": True}),
         tokenizer=tokenizer,
         worker=FakeEngine() if worker is None else worker,
-        metrics=Metrics(with_process=False),
+        metrics=Metrics(reports_process=False),
         pool=ThreadPoolExecutor(2),
         parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
         gate=Gate() if gate is None else gate,

@@ -125,7 +125,7 @@ async def run_in_process(
         pipeline_config=pipeline_config or PipelineConfig(),
         tokenizer=tokenizer,
         worker=worker,
-        metrics=Metrics(with_process=False),
+        metrics=Metrics(reports_process=False),
         pool=ThreadPoolExecutor(2),
         parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
         task=worker.info.task,

@@ -173,7 +173,7 @@ def _grammar(services: Services, body: ChatBody, tool_use: ToolUse, opens_reason
                 tool_use.tools,
                 tool_use.choice,
                 parallel=parallel,
-                reasoning=True,
+                allows_reasoning=True,
                 in_reasoning=opens_reasoning,
             )
         return checked_grammar(services, call_grammar, "tools")

@@ -51,7 +51,7 @@ class BatchDispatcher:
     Args:
         app: the application.
         concurrency: maximum number of requests that run concurrently.
-        is_stopping: returns whether the server is stopping. If it is, no further request is started.
+        is_stopping: returns whether the server is stopping. When it returns True, no further request starts.
         on_result: called with (result line, whether the request succeeded, number of output tokens).
         max_retries: maximum number of times that a request is sent again after a response with status 503,
             for example while the worker is being restarted. After status 429, a request is sent again without
@@ -74,7 +74,7 @@ class BatchDispatcher:
         self._max_retries = max_retries
 
     async def run(self, lines: Iterator[BatchRequest | InvalidLine]) -> None:
-        """Run all lines.
+        """Run the requests of all lines. An invalid line gives the result of a failed request.
 
         Raises:
             StoppedError: the server is stopping. Lines without a reported result must run again.

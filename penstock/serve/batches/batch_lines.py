@@ -148,8 +148,8 @@ class _Result(msgspec.Struct):
     custom_id: str
 
 
-def check_unique(lines: Iterator[BatchRequest | InvalidLine]) -> int:
-    """Return the number of lines. Raise if two lines have the same ``custom_id``.
+def count_unique_lines(lines: Iterator[BatchRequest | InvalidLine]) -> int:
+    """Return the number of lines, which must have different ``custom_id``s.
 
     Raises:
         InputError: two lines have the same ``custom_id``.

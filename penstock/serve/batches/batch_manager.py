@@ -15,7 +15,7 @@ from penstock.serve.batches.batch_dispatch import BatchDispatcher, StoppedError
 from penstock.serve.batches.batch_lines import (
     BatchRequest,
     InvalidLine,
-    check_unique,
+    count_unique_lines,
     finished_ids,
     read_lines,
     remaining_lines,
@@ -45,13 +45,13 @@ class BatchManager:
         self._services = services
         self._app = app
         self._loop_task: asyncio.Task[None] | None = None  # runs `_run_batches`
-        self._has_new_batches = asyncio.Event()
+        self._wake_event = asyncio.Event()  # set when a batch was created or cancelled
         self._current_batch: BatchObject | None = None
         self._batch_task: asyncio.Task[None] | None = None  # runs `_run_batch` for the current batch
 
     def start(self) -> None:
-        """Start the task that runs batches, if it is not running. It first continues unfinished batches."""
-        self._has_new_batches.set()
+        """Start or wake the task that runs batches. The task runs the oldest unfinished batch first."""
+        self._wake_event.set()
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.ensure_future(self._run_batches())
 
@@ -66,7 +66,7 @@ class BatchManager:
         return running_batch if running_batch is not None and running_batch["id"] == batch["id"] else batch
 
     async def cancel(self, batch: BatchObject) -> BatchObject:
-        """Start to cancel a batch. Its existing results are kept. Does nothing if the batch has ended."""
+        """Start to cancel a batch, unless it has ended. Keep its existing results. Return its state."""
         batch = self.current_state(batch)
         if batch["status"] not in ACTIVE_STATUSES:
             return batch
@@ -80,14 +80,14 @@ class BatchManager:
     async def _run_batches(self) -> None:
         """Run batches until the server stops."""
         while not self._services.gate.refusal_reason:
-            self._has_new_batches.clear()
+            self._wake_event.clear()
             active_batches = [
                 candidate
                 for candidate in await asyncio.to_thread(self.batches.all)
                 if candidate["status"] in ACTIVE_STATUSES
             ]
             if not active_batches:
-                await self._has_new_batches.wait()
+                await self._wake_event.wait()
                 continue
             batch = self._current_batch = active_batches[-1]
             self._batch_task = asyncio.ensure_future(self._run_batch(batch))
@@ -116,7 +116,7 @@ class BatchManager:
         try:
             completed_ids = await asyncio.to_thread(finished_ids, result_path)
             failed_ids = await asyncio.to_thread(finished_ids, failure_path)
-            counts["total"] = await asyncio.to_thread(lambda: check_unique(self._lines(batch)))
+            counts["total"] = await asyncio.to_thread(lambda: count_unique_lines(self._lines(batch)))
         except InputError as error:
             await asyncio.to_thread(self._fail, batch, "invalid_input_file", str(error))
             return

@@ -77,7 +77,7 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """Return a list of the stored files. By default, the newest file comes first."""
+    """Return a list of the files that belong to the API key. By default, the newest file comes first."""
     files = await asyncio.to_thread(_manager(request).files.all, request_owner(request))
     matching_files = [file for file in files if purpose is None or file["purpose"] == purpose]
     if order == "asc":
@@ -112,9 +112,9 @@ async def delete_file(request: Request, file_id: str) -> Response:
 async def create_batch(request: Request) -> Response:
     """Start a batch, which runs the requests of a file with a lower priority than other requests."""
     services = Services.of(request)
-    raw = await request.json()
+    decoded_body = await request.json()
     manager, owner = _manager(request), request_owner(request)
-    body = checked_body(services, BatchBody, raw)
+    body = checked_body(services, BatchBody, decoded_body)
     if body.endpoint not in ENDPOINTS:
         raise RequestProblem(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
     input_file = await asyncio.to_thread(manager.files.get, body.input_file_id, owner)
@@ -157,7 +157,7 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches", response_class=Response, responses=responses(400, 401, 503))
 async def list_batches(request: Request, limit: PageSize = 20, after: str | None = None) -> Response:
-    """Return a list of the batches. The newest batch comes first."""
+    """Return a list of the batches that belong to the API key. The newest batch comes first."""
     manager = _manager(request)
     batches = await asyncio.to_thread(manager.batches.all, request_owner(request))
     return _page([manager.current_state(batch) for batch in batches], limit, after)
@@ -188,7 +188,7 @@ def _manager(request: Request) -> BatchManager:
 
     Raises:
         RequestProblem: 400; the server has no ``--state-dir``.
-        ConfigError: the folder cannot be used.
+        ConfigError: the folder of ``--state-dir`` cannot be used.
     """
     services = Services.of(request)
     folder = services.config.state_dir
@@ -203,7 +203,7 @@ def open_manager(services: Services, app: ASGIApp) -> BatchManager:
     """Return the batch manager of a server with ``--state-dir``. The first call creates the manager.
 
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: the folder of ``--state-dir`` cannot be used.
     """
     folder = services.config.state_dir
     assert folder is not None

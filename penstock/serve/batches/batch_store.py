@@ -97,7 +97,7 @@ class ObjectStore(Generic[ObjectT]):
             raise ConfigError("state_dir", f"{folder} cannot be used: {error.strerror}") from error
 
     def new_id(self) -> str:
-        """Return a new id, greater than all earlier ids: `all` sorts the objects of one second by id."""
+        """Return a new id. Ids sort by creation time, so that `all` can sort objects of the same second."""
         return f"{self._id_prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
     def content_path(self, object_id: str) -> Path:

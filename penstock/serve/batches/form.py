@@ -17,7 +17,7 @@ _MAX_FIELDS = 16
 """Maximum number of parts of a form, including the file."""
 _MAX_FIELD_BYTES = 4096
 _MAX_HEADER_BYTES = 4096
-"""Maximum length of the name and of the value of a part's header."""
+"""Maximum number of bytes of a header name, and of a header value, of a part."""
 
 
 class Form:
@@ -130,8 +130,8 @@ async def read_form(request: Request, path: Path, *, max_bytes: int, timeout: fl
 
     Raises:
         RequestProblem: 415 if the body is not ``multipart/form-data``, 413 if it is longer than `max_bytes`,
-            408 if it does not arrive within `timeout` seconds, 400 if
-            `Form.write` or `Form.finish` refuses it.
+            408 if it does not arrive within `timeout` seconds, 400 if `Form.write` or `Form.finish` refuses
+            it.
         ClientDisconnect: the client disconnected before the end of the body.
     """
     media_type, options = parse_options_header(request.headers.get("content-type"))

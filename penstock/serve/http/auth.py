@@ -14,7 +14,7 @@ _CHALLENGE = {"www-authenticate": 'Bearer realm="penstock"'}
 class ApiKeys:
     """The API keys of the server. Without configured keys, `check` accepts all requests.
 
-    The time of a check does not reveal a key: the check compares the digest of the request's key with the
+    The duration of a check does not reveal a key: the check compares the digest of the request's key with the
     digests of all configured keys.
     """
 

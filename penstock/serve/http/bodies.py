@@ -33,8 +33,9 @@ class JsonRequest(Request):
         """Return the whole body.
 
         Raises:
-            RequestProblem: 413 if the body is too long, 408 if it arrives too slowly, 415 if its content type
-                is missing or not JSON, or its charset is neither UTF-8 nor US-ASCII.
+            RequestProblem: 413 if the body is longer than ``max_body_size``, 408 if it does not arrive within
+                ``body_timeout``, 415 if its content type is missing or not JSON, or its charset is neither
+                UTF-8 nor US-ASCII.
             OverloadedError: 429; the body is large, and too many large bodies are being processed.
             ClientDisconnect: the client closed the connection.
         """

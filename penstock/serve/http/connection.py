@@ -1,7 +1,7 @@
 """HTTP connections: uvicorn's protocols, with framing and connection closure as RFC 9112 requires.
 
-uvicorn closes a connection immediately when the client stops sending, and after an early response, which is
-sent before the request has arrived completely. This module replaces uvicorn's behaviour:
+uvicorn closes a connection immediately when the client stops sending, and after an early response. A response
+is early if it is sent before the request has arrived completely. This module replaces this behaviour:
 
     the client stops sending     the response is sent; probes detect whether the client still reads
     a response is early          the rest of the request is read and discarded, then the connection closes
@@ -79,7 +79,11 @@ class Connection(asyncio.Protocol):
             self._start_header_timer()  # the next request has begun, and its headers must arrive in time
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays open. True if a response to a complete request is pending."""
+        """Keep the connection open if a response to a complete request is pending.
+
+        In this case, also drop an incomplete pipelined request, and probe whether the client still reads.
+        Return whether the connection stays open.
+        """
         self._has_received_eof = True
         if self.transport.is_closing() or not self._is_answering():
             return False

@@ -13,16 +13,16 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
     """A connection that uses the parser httptools, which does not limit the size of headers."""
 
     _is_in_head = True
-    _num_parsed_parts = 0  # number of headers plus number of bodies that have arrived completely
+    _num_parsed_parts = 0  # number of heads plus number of bodies that have arrived completely
     _head_size = 0  # bytes of an incomplete head, without the bytes that arrived with the previous part
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes. Refuse a request whose head is incomplete after `MAX_HEAD_SIZE` bytes."""
-        parts_before = self._num_parsed_parts
+        num_parts_before = self._num_parsed_parts
         super().data_received(data)
-        if self._num_parsed_parts != parts_before:
+        if self._num_parsed_parts != num_parts_before:
             self._head_size = 0
-        if self._num_parsed_parts != parts_before or not self._is_in_head:
+        if self._num_parsed_parts != num_parts_before or not self._is_in_head:
             return
         self._head_size += len(data)
         if self._head_size > MAX_HEAD_SIZE and not self.transport.is_closing():
@@ -63,7 +63,7 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
 
 
 class _Http10Cycle(RequestResponseCycle):
-    """A response in HTTP/1.0. Without a content length, the connection ends where the response ends."""
+    """An HTTP/1.0 response. A response without a content length ends when the connection closes."""
 
     _is_unframed = False
 

@@ -36,7 +36,7 @@ class JsonDecoder:
     def __init__(self, niceness: int = 0) -> None:
         self._niceness = niceness
         self._process: asyncio.subprocess.Process | None = None
-        self._killed: set[asyncio.Task[None]] = set()
+        self._exit_tasks: set[asyncio.Task[None]] = set()
         """One task for each killed process that has not ended yet."""
         self._lock = asyncio.Lock()
 
@@ -54,7 +54,9 @@ class JsonDecoder:
                 reply_kind, data = await self._exchange(header, body)
             except (OSError, asyncio.IncompleteReadError) as error:
                 self._kill()
-                raise UnavailableError(f"the process that decodes long bodies has ended: {error}") from error
+                raise UnavailableError(
+                    f"the process that decodes long bodies has ended or cannot be started: {error}"
+                ) from error
             except BaseException:
                 self._kill()  # otherwise the reply to this body would be read as the reply to the next body
                 raise
@@ -68,7 +70,7 @@ class JsonDecoder:
     async def close(self) -> None:
         """Stop the process if it is running. Return when all killed processes have ended."""
         self._kill()
-        await asyncio.gather(*self._killed)
+        await asyncio.gather(*self._exit_tasks)
 
     def _kill(self) -> None:
         process, self._process = self._process, None
@@ -76,8 +78,8 @@ class JsonDecoder:
             with suppress(ProcessLookupError):
                 process.kill()
             task = asyncio.create_task(_discard_output(process))
-            self._killed.add(task)
-            task.add_done_callback(self._killed.discard)
+            self._exit_tasks.add(task)
+            task.add_done_callback(self._exit_tasks.discard)
 
     async def _exchange(self, header: bytes, body: bytes) -> tuple[int, bytes]:
         if self._process is None or self._process.returncode is not None:
@@ -108,7 +110,8 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
 async def _discard_output(process: asyncio.subprocess.Process) -> None:
     """Read the rest of the output and wait until the process has ended.
 
-    A pipe whose reader has too much unread data is not watched any more. It would stay open for ever.
+    asyncio stops watching a pipe with too much unread data. It would then not notice that the process has
+    closed the pipe, and the pipe would stay open.
     """
     with suppress(OSError):
         await process.communicate()

@@ -41,7 +41,7 @@ class TooManyValuesError(ValueError):
 
 
 def decode(body: bytes, max_values: int, max_items: int) -> Any:
-    """Decode strict JSON: UTF-8, finite numbers, no duplicate keys, no unpaired surrogates.
+    """Decode strict JSON: UTF-8, finite numbers, no duplicate keys, no unpaired surrogates, limited nesting.
 
     Args:
         body: the bytes.
@@ -85,8 +85,8 @@ def _check_values(body: bytes, max_values: int, max_items: int) -> None:
     num_values, num_items = _count_punctuation(body)
     if num_values <= max_values and num_items <= max_items:
         return
-    quoted_parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-    num_values, num_items = _count_punctuation(b"".join(quoted_parts[::2]))
+    parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    num_values, num_items = _count_punctuation(b"".join(parts[::2]))  # parts[1::2] are strings
     if num_values > max_values:
         raise TooManyValuesError(
             f"the body has {num_values} objects, arrays and keys; the limit is {max_values}"

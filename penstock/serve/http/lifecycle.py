@@ -75,8 +75,8 @@ class Server:
             if a second signal ended the server immediately.
 
         Raises:
-            ConfigError: the server cannot listen at the address.
-            PenstockError: the model cannot be found or loaded.
+            ConfigError: the server cannot listen at the address, or cannot use ``--state-dir``.
+            PenstockError: the model cannot be found, loaded or warmed up, or a package is missing.
         """
         configure_logging(self._config)
         sys.setswitchinterval(_GIL_SWITCH_INTERVAL)
@@ -195,7 +195,7 @@ class Server:
                 log_event(_log, logging.WARNING, "the warm-up of grammars failed", error=str(error))
 
     async def _drain(self, services: Services) -> int:
-        """Refuse new requests, wait for active requests, abort the rest, and stop. Return the exit status."""
+        """Refuse new requests, wait for active ones, abort overdue ones, and stop. Return the exit status."""
         from penstock.serve.service_factory import close_services
 
         gate, grace = services.gate, self._config.shutdown_grace

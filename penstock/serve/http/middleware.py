@@ -174,7 +174,7 @@ class AdmissionMiddleware:
 
 
 def _client_id(key_index: int | None, scope: Scope) -> str:
-    """Return the client id for fair scheduling: the API key's index, or host and port if that is None."""
+    """Return the client id for fair scheduling: the API key's index, or host and port without an index."""
     if key_index is not None:
         return f"key {key_index}"
     host, port = scope.get("client") or ("", 0)

@@ -23,11 +23,11 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class OriginMiddleware:
-    """Refuse requests from pages of other sites.
+    """Refuses requests from pages of other sites.
 
-    Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
-    of ``--cors-origins``. If a browser sends ``Sec-Fetch-Site``, this header decides whether the origin is
-    the server's own.
+    If the server has no API key, a request with side effects must have no ``Origin``, the server's own
+    origin, or one of ``--cors-origins``. If a browser sends ``Sec-Fetch-Site``, this header decides whether
+    the origin is the server's own.
 
     ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a loopback address without
     a key. In other cases it is not checked, because the server may have host names that are not configured.
@@ -59,8 +59,8 @@ class OriginMiddleware:
         """Check the headers of a request.
 
         Raises:
-            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin
-                without an API key; 421 a host that is not allowed.
+            RequestProblem: 400 several ``Host`` headers, or none in HTTP/1.1 or later; 403 a foreign origin,
+                if the server has no API key; 421 a host that is not allowed.
         """
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
@@ -103,7 +103,7 @@ class OriginMiddleware:
         )
 
     def _is_foreign(self, headers: Headers, host: str | None) -> bool:
-        """Return whether a browser sends the request for a page of another site."""
+        """Return whether a page of another site sent the request, except a site of ``--cors-origins``."""
         origin = headers.get("origin")
         if "*" in self._origins or origin in self._origins:
             return False

@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 _LINE_END_ESCAPES = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
-"""(Line end in UTF-8, its JSON escape)."""
+"""Pairs of a Unicode line end in UTF-8 and its JSON escape."""
 
 
 def escape_line_ends(data: bytes) -> bytes:

@@ -34,7 +34,7 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the process started, or since this object exists if the process age is unknown."""
+        """Seconds since the process started, or since the object was created if the start is unknown."""
         return time.perf_counter() - self._started_at
 
     @contextmanager
@@ -84,7 +84,7 @@ def _print_table(startup: Startup) -> None:
 
     table = Table(title="start-up")
     table.add_column("phase")
-    table.add_column("in")
+    table.add_column("process")
     table.add_column("seconds", justify="right")
     for phase in startup.phases:
         table.add_row(phase.name, phase.process, f"{phase.seconds:.2f}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LINGER_BYTES = 64 * 2**20
-"""Received bytes to discard after the sending side is closed. The next byte aborts the connection."""
+"""Maximum received bytes to discard after the sending side is closed. More bytes abort the connection."""
 LINGER_SECONDS = 30.0
 """Seconds from the closing of the sending side to the abort of the connection."""
 LINGER_IDLE_SECONDS = 5.0

@@ -94,10 +94,7 @@ class ToolServers:
             return tools
 
     def close(self) -> None:
-        """Clear the cached lists of tools.
-
-        `ResponseRun` opens and closes the sessions in which tools are called.
-        """
+        """Clear the cached lists of tools. Does not close sessions, which the callers of `session` close."""
         self._lists.clear()
 
 

@@ -194,7 +194,7 @@ class ToolSession:
 
 
 def _leaf_errors(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors in an exception group and its nested groups; a single error as it is."""
+    """Yield the errors in an exception group and its nested groups, or the error itself if it is no group."""
     if isinstance(error, BaseExceptionGroup):
         for exception in error.exceptions:
             yield from _leaf_errors(exception)

@@ -18,7 +18,7 @@ from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.observability.request_record import RequestRecord
 
 _PATHS_WITHOUT_MODEL = frozenset({"/sleep", "/is_sleeping", "/tokenize", "/detokenize"})
-"""Paths whose routes work with any method while the model is not loaded."""
+"""Paths whose routes need no loaded model, whatever the method. For GET, most routes need no loaded model."""
 _SHARED_PREFIXES = ("/v1/files", "/v1/batches", "/v1/models")
 """Path prefixes of routes that do not belong to a single model."""
 
@@ -35,12 +35,12 @@ class ModelDispatcher:
 
     A request names its model in the query (``?model=``) or, if the query has no name, in the member ``model``
     of its JSON body. Ollama's routes also accept ``name``. Requests without a name go to the first model of
-    the route's task, or to the default model. The default model's application also serves `PUBLIC_PATHS` and
-    the paths that no model owns, such as ``/v1/models``.
+    the route's task, or to the default model if there is no such model. The default model's application also
+    serves `PUBLIC_PATHS` and the paths that no model owns, such as ``/v1/models``.
 
     Args:
         registry: the models, with their applications.
-        task_for_path: returns the task of a path; None for paths of all tasks.
+        task_for_path: returns the task of a path; None if the path belongs to no single task.
         max_body_size: maximum bytes of a body in which to look for the model name. The routes refuse longer
             bodies.
         body_timeout: maximum seconds to wait for a body that may name the model. The routes refuse slower
@@ -75,7 +75,8 @@ class ModelDispatcher:
             async with self._registry.keep_loaded(model):
                 await self._run(model, scope, body.receive, send)
         except PenstockError as error:
-            # Only errors of the dispatcher arrive here. The models' applications handle their own errors.
+            # Only errors of the dispatcher and the registry arrive here. The models' applications handle
+            # their own errors.
             problem = problem_of(error)
             record: RequestRecord = scope["state"]["record"]
             record.failed(problem.code, problem.status)

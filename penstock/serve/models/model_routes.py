@@ -17,7 +17,10 @@ from penstock.serve.services import Services
 
 
 def model_router(registry: ModelRegistry) -> APIRouter:
-    """Return the router. In the default model's application, its routes precede those with the same paths."""
+    """Return the router for the default model's application.
+
+    Its routes replace the routes of that application that have the same paths.
+    """
     router = APIRouter(tags=["models"])
 
     @router.get("/v1/models", responses=responses(401, 421, 503))
@@ -60,7 +63,7 @@ def model_router(registry: ModelRegistry) -> APIRouter:
 
     @router.get("/ready", responses=responses(503))
     async def ready(request: Request) -> Status:
-        """Readiness: 200 if the server admits requests now, else 503."""
+        """Return 200 if the server accepts requests now, else 503 (readiness)."""
         gate = Services.of(request).gate
         if gate.refusal_reason:
             raise RequestProblem(503, gate.refusal_reason)

@@ -3,8 +3,8 @@
     unloaded --- a request needs it ---> loaded --- another model needs its memory ---> unloaded
 
 Models are loaded and unloaded one at a time. Before a model is unloaded, its running requests finish. New
-requests for the model wait until the model is loaded again. While requests for two models arrive that do not
-fit into the budget together, the server loads the models alternately.
+requests for the model wait until the model is loaded again. If two models do not fit into the budget together
+and both receive requests, the server loads the models alternately.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ServedModel:
 class ModelRegistry:
     """Loads models when requests need them, and unloads models to free memory.
 
-    Models without running requests are unloaded before models with running requests. Within both groups, the
+    Models without running requests are unloaded before models with running requests. Within each group, the
     least recently used model is unloaded first.
 
     Args:

@@ -46,10 +46,10 @@ class ModelsServer(Server):
             await self._registry.stop()
 
     def _make_server(self) -> tuple[Services, HttpServer]:
-        """Create the services of all models and the HTTP server. Return the first model's and the server."""
+        """Create the services of all models and the HTTP server. Return the first services and the server."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.http.server import HttpServer
-            from penstock.serve.models.front import make_outer_app
+            from penstock.serve.models.outer_app import make_outer_app
             from penstock.serve.service_factory import build_services
         services: Services | None = None
         for model in self._registry:

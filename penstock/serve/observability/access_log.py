@@ -16,7 +16,7 @@ def log_request(record: RequestRecord, *, is_probe: bool = False) -> None:
 
 
 def log_fields(record: RequestRecord) -> dict[str, object]:
-    """Return the fields of the log line. Unknown values are None. No field has text of prompt or output."""
+    """Return the fields of the log line. Unknown values are None. No field contains prompt or output text."""
     fields: dict[str, object] = {
         "id": record.request_id,
         "method": record.method,

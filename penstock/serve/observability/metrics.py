@@ -88,12 +88,12 @@ class Metrics:
     """The metrics of one application.
 
     Args:
-        with_process: also report memory, CPU time and open files of this process.
+        reports_process: also report memory, CPU time and open files of this process.
     """
 
     content_type = CONTENT_TYPE_PLAIN_1_0_0
 
-    def __init__(self, *, with_process: bool = True) -> None:
+    def __init__(self, *, reports_process: bool = True) -> None:
         self.registry = CollectorRegistry()
         self._engines: dict[str, EngineClient] = {}
         self._requests = self._counter(
@@ -148,7 +148,7 @@ class Metrics:
         self._startup_seconds = Gauge(
             "penstock_startup_seconds", "Seconds of a start-up phase", ["phase"], registry=self.registry
         )
-        if with_process:
+        if reports_process:
             ProcessCollector(registry=self.registry)
         self.describe_build()
 
@@ -274,10 +274,10 @@ class EngineCollector(Collector):
         label_names = ["model"] if len(self._engines) > 1 else []
         has_several_workers = any(len(engine.workers) > 1 for engine in self._engines.values())
         for metric in ENGINE_METRICS:
-            family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
-            totals = family(metric.name, metric.help, labels=label_names)
+            family_class = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+            totals = family_class(metric.name, metric.help, labels=label_names)
             name = metric.name.removeprefix("penstock_").removeprefix("worker_")
-            per_worker = family(
+            per_worker = family_class(
                 f"penstock_per_worker_{name}",
                 f"{metric.help}, of each worker",
                 labels=[*label_names, "worker"],

@@ -64,7 +64,7 @@ class RequestRecord:
     """The status code of the error that ended the request. It is not sent if a response has started."""
 
     status: int | None = None
-    """The status code that was sent; None before the response."""
+    """The status code that was sent; None before the response starts."""
     client_left: bool = False
     """Whether the client disconnected before the end of the response."""
     admitted_at: float | None = None

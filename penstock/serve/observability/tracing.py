@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one per request, with events for its admission and its first token.
 
-Needs the packages of the extra ``otel``, which are imported only with ``--otlp-endpoint``.
+Needs the packages of the extra ``otel``, which this module imports only with ``--otlp-endpoint``.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class ReasoningToolParser:
         self._json_scanner: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        # White space at the end of the text so far. A call or a reasoning marker that follows drops it.
+        # White space at the end of the text so far. It is dropped if a call or a reasoning marker follows.
         self._pending_space: list[str] = []
         self._after_markup = in_reasoning  # whether no text follows the last call or reasoning marker yet
         self._has_content = False
@@ -221,7 +221,7 @@ class ReasoningToolParser:
     def commit(self) -> None:
         """Drop the taken text, which is markup of calls. For a call of an unknown tool, emit it as content.
 
-        Does nothing if no call has begun after the current marker.
+        Does nothing if no call, of a known or unknown tool, has begun after the current marker.
         """
         if self._has_unknown_tool:
             self._emit_taken_text()
@@ -301,7 +301,7 @@ class ReasoningToolParser:
         self.stream.clear_taken()
 
     def _look_for_json(self) -> None:
-        """Start to scan the first JSON value in the taken text, which becomes content."""
+        """Start to scan the first JSON value in the taken text. The taken text becomes content."""
         text = self.stream.taken_text
         json_starts = [
             position for position in map(text.find, self._unmarked_starts_in_text) if position >= 0

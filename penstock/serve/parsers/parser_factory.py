@@ -44,9 +44,9 @@ class ParserFactory:
     depend on how the text is split into chunks.
     """
 
-    tools: ToolFormat | None
+    tool_format: ToolFormat | None
     """The tool-call format, if any."""
-    reasoning: ReasoningFormat | None
+    reasoning_format: ReasoningFormat | None
     """The reasoning format, if any."""
     special_tokens: frozenset[str] = frozenset()
     """The texts of the tokens that decoding omits by default."""
@@ -85,12 +85,12 @@ class ParserFactory:
     @property
     def tool_format_name(self) -> str | None:
         """The name of the tool-call format, or None."""
-        return self.tools.name if self.tools else None
+        return self.tool_format.name if self.tool_format else None
 
     @property
     def reasoning_format_name(self) -> str | None:
         """The name of the reasoning format, or None."""
-        return self.reasoning.name if self.reasoning else None
+        return self.reasoning_format.name if self.reasoning_format else None
 
     @property
     def skip_special_tokens(self) -> bool:
@@ -99,12 +99,12 @@ class ParserFactory:
         If False, the parser drops all special tokens that are not part of the markup, unless `new` is called
         with ``shows_special_tokens``.
         """
-        markup = [*(self.tools.markers if self.tools else ())]
-        if self.reasoning:
+        markup = [*(self.tool_format.markers if self.tool_format else ())]
+        if self.reasoning_format:
             markup += [
-                *self.reasoning.begin_markers,
-                *self.reasoning.end_markers,
-                *self.reasoning.dropped_markers,
+                *self.reasoning_format.begin_markers,
+                *self.reasoning_format.end_markers,
+                *self.reasoning_format.dropped_markers,
             ]
         return not any(token in marker for token in self.special_tokens for marker in markup)
 
@@ -115,11 +115,11 @@ class ParserFactory:
             prompt: the rendered prompt.
             prefill: the text of the last message if the model continues this message; otherwise empty.
         """
-        if self.reasoning is None:
+        if self.reasoning_format is None:
             return False
-        begin_position = max(prefill.rfind(marker) for marker in self.reasoning.begin_markers)
-        end_position = max(prefill.rfind(marker) for marker in self.reasoning.end_markers)
-        return begin_position > end_position or (not prefill and self.reasoning.is_opened_by(prompt))
+        begin_position = max(prefill.rfind(marker) for marker in self.reasoning_format.begin_markers)
+        end_position = max(prefill.rfind(marker) for marker in self.reasoning_format.end_markers)
+        return begin_position > end_position or (not prefill and self.reasoning_format.is_opened_by(prompt))
 
     def new(
         self,
@@ -149,18 +149,18 @@ class ParserFactory:
             new_id: generates ids for calls without an id; random ids by default.
         """
         callable_tools = Tools.from_request(tools, tool_choice)
-        call_reader = self.tools if callable_tools else None
+        call_reader = self.tool_format if callable_tools else None
         dropped_tokens = self.special_tokens
         if self.skip_special_tokens or shows_special_tokens:
             dropped_tokens = frozenset()
-        if call_reader is None and self.reasoning is None and not dropped_tokens:
+        if call_reader is None and self.reasoning_format is None and not dropped_tokens:
             return PlainParser()
         return ReasoningToolParser(
             callable_tools,
             call_reader,
-            self.reasoning,
+            self.reasoning_format,
             dropped_markers=dropped_tokens,
-            in_reasoning=in_reasoning and self.reasoning is not None,
+            in_reasoning=in_reasoning and self.reasoning_format is not None,
             parallel=parallel,
             unmarked_in_text=unmarked_in_text,
             new_id=new_id or self._new_id,
@@ -172,7 +172,7 @@ class ParserFactory:
         tool_choice: ToolChoice,
         *,
         parallel: bool = True,
-        reasoning: bool = False,
+        allows_reasoning: bool = False,
         in_reasoning: bool | None = None,
     ) -> Grammar | None:
         """Return the grammar that forces calls, or None if the choice is neither "required" nor a named tool.
@@ -181,7 +181,7 @@ class ParserFactory:
             tools: the tools of the request.
             tool_choice: the tool choice of the request.
             parallel: allow several calls.
-            reasoning: allow reasoning before the calls if the model has a reasoning format.
+            allows_reasoning: allow reasoning before the calls if the model has a reasoning format.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
         Raises:
@@ -193,12 +193,12 @@ class ParserFactory:
         # OpenAI's API calls a named function exactly once.
         parallel = parallel and tool_choice == "required"
         tag = self._calls_tag("tool_choice", Tools.from_request(tools, tool_choice), parallel)
-        return grammar_of(self._after_reasoning(tag, in_reasoning) if reasoning else tag)
+        return grammar_of(self._after_reasoning(tag, in_reasoning) if allows_reasoning else tag)
 
     def strict_grammar(
         self,
         tools: Sequence[TokenGeneratorRequestTool],
-        strict: Container[str],
+        strict_names: Container[str],
         *,
         parallel: bool = True,
         in_reasoning: bool | None = None,
@@ -210,7 +210,7 @@ class ParserFactory:
 
         Args:
             tools: the tools of the request.
-            strict: names of the strict tools. Other tools accept any arguments.
+            strict_names: names of the strict tools. Other tools accept any arguments.
             parallel: allow several calls.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
@@ -219,30 +219,33 @@ class ParserFactory:
                 inside free text.
             UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
-        strict_tools = Tools.from_request(tools, "auto").with_strict(strict)
+        strict_tools = Tools.from_request(tools, "auto").with_strict(strict_names)
         calls_tag = self._calls_tag("strict tools", strict_tools, parallel)
-        assert self.tools is not None
-        if self.reasoning is not None and self.reasoning.answer_marker:
-            return grammar_of(self._channels_tag(self.reasoning, calls_tag, in_reasoning))
+        assert self.tool_format is not None
+        if self.reasoning_format is not None and self.reasoning_format.answer_marker:
+            return grammar_of(self._channels_tag(self.reasoning_format, calls_tag, in_reasoning))
         tags_after_markers = {
-            marker: self.tools.after_marker(marker, strict_tools, parallel) for marker in self.tools.markers
+            marker: self.tool_format.after_marker(marker, strict_tools, parallel)
+            for marker in self.tool_format.markers
         }
         text = self._markup(triggered_tags(tags_after_markers, parallel))
-        if not self.tools.unmarked_starts:
+        if not self.tool_format.unmarked_starts:
             return grammar_of(text)
         marked_calls = [
             self._markup(sequence(constant(marker), tag)) for marker, tag in tags_after_markers.items()
         ]
-        starts = "".join(sorted({*self.tools.unmarked_starts, *(marker[0] for marker in tags_after_markers)}))
+        starts = "".join(
+            sorted({*self.tool_format.unmarked_starts, *(marker[0] for marker in tags_after_markers)})
+        )
         first_character = pattern(f"[^\\s{re.escape(starts)}]")
         tag = either([calls_tag, *marked_calls, constant(""), sequence(first_character, text)])
-        return grammar_of(self._after_reasoning(tag, in_reasoning, excluded=self.tools.markers))
+        return grammar_of(self._after_reasoning(tag, in_reasoning, excluded=self.tool_format.markers))
 
     def calls_or_format_grammar(
         self,
         grammar: Grammar,
         tools: Sequence[TokenGeneratorRequestTool],
-        strict: Container[str],
+        strict_names: Container[str],
         *,
         parallel: bool = True,
         in_reasoning: bool | None = None,
@@ -252,7 +255,7 @@ class ParserFactory:
         Args:
             grammar: the grammar of the output format.
             tools: the tools of the request.
-            strict: names of the strict tools. Other tools accept any arguments.
+            strict_names: names of the strict tools. Other tools accept any arguments.
             parallel: allow several calls.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
@@ -262,7 +265,7 @@ class ParserFactory:
         """
         calls_tag = self._calls_tag(
             "an output format together with tools",
-            Tools.from_request(tools, "auto").with_strict(strict),
+            Tools.from_request(tools, "auto").with_strict(strict_names),
             parallel,
         )
         return grammar_of(
@@ -278,30 +281,30 @@ class ParserFactory:
             grammar: the grammar of the content.
             in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
         """
-        if self.reasoning is None:
+        if self.reasoning_format is None:
             return grammar
         return grammar_of(self._after_reasoning(self._content_tag(grammar), in_reasoning))
 
     def _calls_tag(self, feature: str, tools: Tools, parallel: bool) -> Tag:
         """Return the structural tag of one or more calls without other text."""
-        if self.tools is None:
+        if self.tool_format is None:
             raise UnsupportedFeatureError(
                 feature,
                 "the chat template has no known tool-call format; "
-                f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}",
+                f"set --tool-call-parser to one of {', '.join(TOOL_FORMATS)}",
             )
-        return self._markup(self.tools.grammar(tools, parallel))
+        return self._markup(self.tool_format.grammar(tools, parallel))
 
     def _content_tag(self, grammar: Grammar) -> Tag:
         """Return the structural tag of the marker before the content, and of content in this grammar."""
-        marker = self.reasoning.answer_marker if self.reasoning else ""
+        marker = self.reasoning_format.answer_marker if self.reasoning_format else ""
         return sequence(self._markup(constant(marker)), tag_of(grammar))
 
     def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, excluded: Sequence[str] = ()) -> Tag:
-        if self.reasoning is None:
+        if self.reasoning_format is None:
             return tag
-        block, continuation = self._reasoning_tags(self.reasoning, excluded)
-        space_tag = constant("") if self.reasoning.text_between else spaces()
+        block, continuation = self._reasoning_tags(self.reasoning_format, excluded)
+        space_tag = constant("") if self.reasoning_format.text_between else spaces()
         if in_reasoning is None:
             return sequence(optional(either([block, continuation])), space_tag, tag)
         return sequence(continuation if in_reasoning else optional(block), space_tag, tag)
@@ -333,7 +336,7 @@ class ParserFactory:
         return with_tokens(tag, self.special_tokens)
 
     def _new_id(self) -> str:
-        length = self.tools.id_length if self.tools else 0
+        length = self.tool_format.id_length if self.tool_format else 0
         prefix, length = ("", length) if length else ("call_", 24)
         return prefix + "".join(secrets.choice(_ALPHANUMERICS) for _ in range(length))
 

@@ -25,9 +25,11 @@ class ReasoningFormat:
     """Marker before the content, also in an output without reasoning."""
     remark_marker: str = ""
     """Marker before a remark: visible text before a call or before the answer (the channel ``commentary`` of
-    harmony). Only formats with an ``answer_marker`` can have it."""
+    harmony). Only formats with an ``answer_marker`` can have a
+    remark marker."""
     hints: tuple[str, ...] = ()
-    """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
+    """Texts that every chat template of this format contains. If empty, only ``--reasoning-parser`` selects
+    the format."""
 
     def matches(self, template: str) -> bool:
         """Return whether a chat template contains all hints; False for a format without hints."""

@@ -105,7 +105,7 @@ def triggered_tags(tags_after_markers: Mapping[str, Tag], parallel: bool) -> Tag
 
 
 def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
-    """Return the tag of one `part`, or with `parallel` of one or more parts with `separator` between them."""
+    """Return the tag of one `part`, or with `parallel` of 1 to 64 parts with `separator` between them."""
     return sequence(part, any_number(sequence(constant(separator), part))) if parallel else part
 
 

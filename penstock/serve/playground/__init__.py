@@ -8,11 +8,11 @@ of the page allows no content from other origins. The page uses the public API a
 `routes.stats`.
 
     index.html    structure                          settings.js   controls -> request fields
-    style.css     layout and colours                 answer.js     event stream -> response and its figures
+    style.css     layout and colours                 answer.js     event stream -> response, times, tokens
     app.js        connects the modules               messages.js   the conversation
     api.js        HTTP, API key, events, errors      tokens.js     log probabilities per token
     dom.js        creates elements from text         panel.js      live statistics beside the chat
-    pages.js      which page is shown                compare.js    one prompt with two settings
+    pages.js      selects the page                    compare.js    one prompt with two settings
     metrics.js    the page of metrics                prometheus.js rates and quantiles of /metrics
     chart.js      a line chart                       conversations.js  conversations kept in the browser
     markdown.js   Markdown as elements               images.js     images of the draft

@@ -96,10 +96,10 @@ class App {
 
   /** Opens a new conversation with a copy of the messages up to `message`. */
   branch(message) {
-    const keptViews = this._views.slice(0, this._views.indexOf(this._viewOf(message)) + 1);
+    const copiedViews = this._views.slice(0, this._views.indexOf(this._viewOf(message)) + 1);
     this._save();
     this._conversations.begin();
-    this._show(keptViews.map((view) => view.message));
+    this._show(copiedViews.map((view) => view.message));
     this._save();
     this._announce("This is a new conversation with a copy of the messages up to the chosen message.");
     draft.focus();

@@ -32,14 +32,14 @@ export class Conversations {
     this.current ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
     const firstText = messages.find((message) => message.role === "user")?.text ?? "";
     const title = firstText.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE_LENGTH) || "Without text";
-    const entry = { id: this.current, title, messages: messages.map(storedFields) };
-    const otherConversations = this.all.filter((conversation) => conversation.id !== this.current);
-    this._write([entry, ...otherConversations].slice(0, MAX_CONVERSATIONS));
+    const conversation = { id: this.current, title, messages: messages.map(storedFields) };
+    const otherConversations = this.all.filter((other) => other.id !== this.current);
+    this._write([conversation, ...otherConversations].slice(0, MAX_CONVERSATIONS));
   }
 
   /** Makes a stored conversation the current conversation and returns its messages; null if `id` is unknown. */
   open(id) {
-    const conversation = this.all.find((entry) => entry.id === id);
+    const conversation = this.all.find((stored) => stored.id === id);
     if (!conversation) return null;
     this.current = id;
     return conversation.messages.map(messageOf);

@@ -68,14 +68,14 @@ export function blocksOf(text) {
       lines.push(line);
       continue;
     }
-    const next = kindOf(line, kind);
-    if (next === "blank") {
+    const lineKind = kindOf(line, kind);
+    if (lineKind === "blank") {
       if (kind !== "list") close();
       else lines.push(line);
       continue;
     }
-    if (next !== kind || next === "heading" || next === "rule") close();
-    kind = next;
+    if (lineKind !== kind || lineKind === "heading" || lineKind === "rule") close();
+    kind = lineKind;
     lines.push(line);
   }
   close();

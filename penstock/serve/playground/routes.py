@@ -79,7 +79,7 @@ async def stats(request: Request, response: Response) -> Stats:
     )
 
 
-def _sender(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
+def _file_handler(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
     """Return the handler of one file."""
 
     async def send(request: Request) -> Response:
@@ -97,4 +97,4 @@ def _matches_etag(client_etags: str, asset: Asset) -> bool:
 
 
 for _path, _asset in assets().items():
-    router.add_api_route(_path, _sender(_asset), methods=["GET", "HEAD"])
+    router.add_api_route(_path, _file_handler(_asset), methods=["GET", "HEAD"])

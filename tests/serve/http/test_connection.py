@@ -298,7 +298,7 @@ async def test_an_incomplete_request_gets_no_answer() -> None:
 # -- Answers before the end of the request ---------------------------------------------------------------
 
 
-async def test_a_client_that_sends_the_whole_body_first_reads_an_early_answer() -> None:
+async def test_a_client_that_sends_the_whole_body_before_it_reads_gets_an_early_answer() -> None:
     """Python's http.client sends the whole body before it reads a response."""
     async with run_server(EchoApp()) as port:
 

@@ -40,7 +40,7 @@ async def test_a_gate_cannot_be_opened_after_it_was_closed() -> None:
 async def test_only_a_short_body_is_read_completely_before_its_request_is_refused(
     length: int, is_read: bool
 ) -> None:
-    """Closing a connection with unread bytes resets it, and the client could then lose the response."""
+    """Closing a connection with unread bytes resets the connection. The client could lose the response."""
     num_sent_bytes = 0
 
     async def send_chunks() -> AsyncIterator[bytes]:

@@ -79,7 +79,7 @@ class ServerRun:
         load_runtime: Callable[[], WorkerRuntime] = make_runtime,
         load_tokenizer: Callable[[], FakeTokenizer] = FakeTokenizer,
         *,
-        when_ready: bool = True,
+        waits_until_ready: bool = True,
         **config: Any,
     ) -> tuple[int, Any]:
         """Run the server and the client. Return the exit status and the result of `use_server`."""
@@ -87,7 +87,7 @@ class ServerRun:
 
         def run_client() -> None:
             url = self._listening.get(timeout=60)
-            if when_ready:
+            if waits_until_ready:
                 assert self.ready.wait(60)
             with httpx.Client(base_url=url, timeout=60) as http:
                 result.append(use_server(http))
@@ -241,7 +241,7 @@ def test_requests_during_loading_get_an_error(server_run: ServerRun) -> None:
         return early_response, probes, late_response
 
     status, (early_response, probes, late_response) = server_run.serve(
-        use_server, load_slowly, when_ready=False
+        use_server, load_slowly, waits_until_ready=False
     )
     assert status == 0
     assert early_response.status_code == 503
@@ -263,7 +263,7 @@ def test_a_signal_during_loading_stops_the_server(server_run: ServerRun) -> None
         threading.Timer(0.2, may_load.set).start()
         return FakeTokenizer()
 
-    status, _ = server_run.serve(lambda http: None, load_slowly, load_tokenizer, when_ready=False)
+    status, _ = server_run.serve(lambda http: None, load_slowly, load_tokenizer, waits_until_ready=False)
     assert status == 0
     assert not server_run.ready.is_set()
 
@@ -276,9 +276,9 @@ def test_a_load_error_is_raised_to_the_caller(server_run: ServerRun) -> None:
         raise CheckpointError("/models/y", "has no tokenizer")
 
     with pytest.raises(CheckpointError, match="/models/x: is broken"):
-        server_run.serve(lambda http: None, fail_to_load, when_ready=False)
+        server_run.serve(lambda http: None, fail_to_load, waits_until_ready=False)
     with pytest.raises(CheckpointError, match="/models/y"):
-        server_run.serve(lambda http: None, make_runtime, fail_to_load_tokenizer, when_ready=False)
+        server_run.serve(lambda http: None, make_runtime, fail_to_load_tokenizer, waits_until_ready=False)
 
 
 def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
@@ -293,7 +293,7 @@ def test_a_failed_warm_up_stops_the_server(server_run: ServerRun) -> None:
             lambda: WorkerRuntime(
                 scheduler=Scheduler(FakePipeline(fail), max_batch_size=8, isolates_faults=True), info=INFO
             ),
-            when_ready=False,
+            waits_until_ready=False,
         )
 
 
@@ -401,7 +401,7 @@ def test_a_too_long_body_is_refused(server_run: ServerRun) -> None:
     assert (status, answer.status_code) == (0, 413)
 
 
-def test_invalid_and_used_addresses_are_refused() -> None:
+def test_invalid_addresses_and_used_ports_are_refused() -> None:
     with listening_socket("127.0.0.1", 0) as listener_in_use:
         port = listener_in_use.getsockname()[1]
         assert url_of(listener_in_use) == f"http://127.0.0.1:{port}"

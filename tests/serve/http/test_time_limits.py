@@ -15,7 +15,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 class TimedItems:
-    """An iterator of numbers at fixed times. If a wait is cancelled, the times stay the same."""
+    """An iterator of numbers at fixed times. A cancelled wait does not change the times."""
 
     def __init__(self, *pauses: float) -> None:
         self._start = time.perf_counter()

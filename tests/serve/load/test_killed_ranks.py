@@ -1,4 +1,4 @@
-"""A server with a model in two ranks (tensor parallelism). Each rank is killed under load."""
+"""A server whose model runs in two ranks (tensor parallelism). Each rank is killed under load."""
 
 from __future__ import annotations
 

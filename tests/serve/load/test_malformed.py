@@ -27,7 +27,7 @@ ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 
-INVALID_VALUES: list[Any] = [
+UNUSUAL_VALUES: list[Any] = [
     True, 0, -1, 1, 1.5, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, -1e308, 5e-324,
     "", "a", "\x00", "0", "null", "\ud83d\ude00" * 50, "x" * 10_000,
     [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
@@ -184,14 +184,14 @@ RAW_BODIES: list[bytes] = [
 # fmt: on
 
 
-def bodies_with_invalid_fields(stride: int) -> Iterator[tuple[str, Any]]:
+def bodies_with_unusual_values(stride: int) -> Iterator[tuple[str, Any]]:
     """Yield pairs of a path and a body in which one field has a value that most fields refuse.
 
-    Each field gets every ``stride``-th value of `INVALID_VALUES`. The first value differs between fields.
+    Each field gets every ``stride``-th value of `UNUSUAL_VALUES`. The first value differs between fields.
     """
     for path, (body_class, body) in ROUTES.items():
         for index, name in enumerate([*body_class.model_fields, *UNSUPPORTED.get(body_class, {})]):
-            for value in INVALID_VALUES[index % stride :: stride]:
+            for value in UNUSUAL_VALUES[index % stride :: stride]:
                 yield path, {**body, name: value}
 
 
@@ -210,7 +210,7 @@ def _check_server_afterwards(server: ServerProcess) -> Iterator[None]:
 
 
 async def test_each_field_refuses_or_accepts_some_unusual_values(server: ServerProcess) -> None:
-    statuses = await post_all(server, encode_bodies(bodies_with_invalid_fields(12)))
+    statuses = await post_all(server, encode_bodies(bodies_with_unusual_values(12)))
     assert statuses.keys() <= {200, 400, 404}
     assert statuses[400] > 200
 
@@ -218,7 +218,7 @@ async def test_each_field_refuses_or_accepts_some_unusual_values(server: ServerP
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_each_field_refuses_or_accepts_all_unusual_values(server: ServerProcess) -> None:
-    statuses = await post_all(server, encode_bodies(bodies_with_invalid_fields(1)))
+    statuses = await post_all(server, encode_bodies(bodies_with_unusual_values(1)))
     assert statuses.keys() <= {200, 400, 404}
     assert statuses[400] > 2000
 

@@ -1,6 +1,6 @@
 """Requests of common load generators, and the response fields that the load generators need.
 
-The requests follow the documentation of the tools. The tests check response fields that the tools read.
+The requests follow the documentation of the load generators.
 """
 
 from __future__ import annotations

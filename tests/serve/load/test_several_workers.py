@@ -28,7 +28,7 @@ class ServerClient:
     async def complete(self, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={**LONG_REQUEST, **fields})
 
-    async def count_per_worker(self, name: str) -> list[float]:
+    async def metric_per_worker(self, name: str) -> list[float]:
         text = (await self.http.get("/metrics")).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         values = {
@@ -48,7 +48,7 @@ class ServerClient:
                 asyncio.create_task(self.complete(cache_salt=f"{salt}-{attempt}-{n}")) for n in range(8)
             ]
             while not any(task.done() for task in running_tasks):
-                if await self.count_per_worker("requests_running") == [4, 4]:
+                if await self.metric_per_worker("requests_running") == [4, 4]:
                     return running_tasks
                 await asyncio.sleep(0.02)
             await asyncio.gather(*running_tasks)
@@ -57,7 +57,7 @@ class ServerClient:
     async def wait_until(self, name: str, *expected: float) -> None:
         """Wait until a metric has the expected values for the two workers, in any order."""
         async with asyncio.timeout(60):
-            while await self.count_per_worker(name) not in [[*expected], [*expected[::-1]]]:
+            while await self.metric_per_worker(name) not in [[*expected], [*expected[::-1]]]:
                 await asyncio.sleep(0.05)
 
 
@@ -84,7 +84,7 @@ async def test_a_killed_worker_fails_only_its_requests_and_a_reload_fails_none(t
             assert [answer.status_code for answer in answers].count(503) == 4
             assert [answer.status_code for answer in await asyncio.gather(*later_tasks)] == [200] * 4
             await client.wait_until("up", 1, 1)
-        assert await client.count_per_worker("restarts_total") == [1, 1]
+        assert await client.metric_per_worker("restarts_total") == [1, 1]
 
         # During a reload, every request is answered.
         workers_before = set(server.workers)

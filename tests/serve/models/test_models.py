@@ -17,7 +17,7 @@ from support.engines import FakeEngine
 from penstock.config import PipelineConfig
 from penstock.errors import CheckpointNotFoundError, ConfigError
 from penstock.pipelines.core import PipelineTask
-from penstock.serve.models.front import make_outer_app
+from penstock.serve.models.outer_app import make_outer_app
 from penstock.serve.models.registry import ModelRegistry, ServedModel
 from penstock.serve.services import Services
 from penstock.testing import FakeTokenizer
@@ -335,5 +335,5 @@ async def test_responses_of_all_models_share_a_store() -> None:
     async with open_application(make_served_model("a"), make_served_model("b"), budget=2) as client:
         answer = await client.http.post("/v1/responses", json={"model": "b", "input": "Hi"})
         response_id = answer.json()["id"]
-        retrieved = await client.http.get(f"/v1/responses/{response_id}")
-        assert json.loads(retrieved.text)["model"] == "b"
+        stored_response = await client.http.get(f"/v1/responses/{response_id}")
+        assert json.loads(stored_response.text)["model"] == "b"

@@ -51,7 +51,7 @@ def begin_request(metrics: Metrics, route: str = "/v1/completions") -> tuple[Req
 
 
 def test_histograms_contain_the_timings_of_a_request(clock: Clock) -> None:
-    metrics = Metrics(with_process=False)
+    metrics = Metrics(reports_process=False)
     record, observer = begin_request(metrics)
     assert read_samples(metrics)["penstock_requests_in_progress"] == 1
     clock.now += 0.3
@@ -107,7 +107,7 @@ def test_each_outcome_has_its_status_label(
     status: str,
     outcome: str,
 ) -> None:
-    metrics = Metrics(with_process=False)
+    metrics = Metrics(reports_process=False)
     record, observer = begin_request(metrics)
     record.status, record.client_left, record.ended_at = sent_status, client_left, record.received_at + 1
     if error is not None:
@@ -142,7 +142,10 @@ def test_statistics_of_the_worker_become_metrics() -> None:
         num_encoded_images=15,
         num_cached_images=16,
     )
-    metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
+    metrics, worker = (
+        Metrics(reports_process=False),
+        FakeEngine(stats=stats, num_outstanding=3, num_restarts=2),
+    )
     metrics.add_engine(worker)
     values = read_samples(metrics)
     assert {metric.name: values[metric.name] for metric in ENGINE_METRICS} == {
@@ -177,7 +180,7 @@ def test_statistics_of_the_worker_become_metrics() -> None:
 
 
 def test_metrics_of_several_workers_are_sums_and_values_per_worker() -> None:
-    metrics = Metrics(with_process=False)
+    metrics = Metrics(reports_process=False)
     workers = [
         FakeEngine(stats=WorkerStats(num_running=1, num_steps=10)),
         FakeEngine(stats=WorkerStats(num_running=2, num_steps=5), state="restarting"),
@@ -192,7 +195,7 @@ def test_metrics_of_several_workers_are_sums_and_values_per_worker() -> None:
 
 
 def test_gauges_for_external_routers_have_the_configured_names() -> None:
-    metrics = Metrics(with_process=False)
+    metrics = Metrics(reports_process=False)
     stats = WorkerStats(num_running=1, num_waiting=2, num_blocks=8, num_used_blocks=2)
     names = [
         "waiting=vllm:num_requests_waiting",

@@ -1,4 +1,4 @@
-"""Each request except probes is one span. It is part of the caller's trace if the request names a trace."""
+"""Each request except probes is one span. The span joins the trace that the request's header names."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_the_grammar_forces_the_markers_and_keys_of_the_row() -> None:
     xgrammar = pytest.importorskip("xgrammar")
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
     info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
-    grammar = choose_parsers().grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
+    grammar = choose_parsers().grammar(TOOLS, "required", allows_reasoning=True, in_reasoning=False)
     assert grammar is not None
     compiled_grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(grammar.text)
 

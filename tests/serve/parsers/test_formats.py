@@ -53,13 +53,13 @@ MARKERS = sorted(
 )
 
 
-def draw_any_text(max_size: int = 20) -> st.SearchStrategy[str]:
+def any_text_strategy(max_size: int = 20) -> st.SearchStrategy[str]:
     """Return a strategy for random Unicode text with parts of markup."""
     letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
     return st.lists(letters | st.sampled_from(MARKUP_PARTS), max_size=max_size // 4).map("".join)
 
 
-def draw_plain_text() -> st.SearchStrategy[str]:
+def plain_text_strategy() -> st.SearchStrategy[str]:
     """Return a strategy for non-empty text without a complete marker or surrounding white space."""
 
     def is_plain(text: str) -> bool:
@@ -73,23 +73,23 @@ def draw_plain_text() -> st.SearchStrategy[str]:
     )
 
 
-def draw_json_values() -> st.SearchStrategy[Any]:
+def json_value_strategy() -> st.SearchStrategy[Any]:
     scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     return st.recursive(
-        scalars | draw_any_text(),
+        scalars | any_text_strategy(),
         lambda children: (
-            st.lists(children, max_size=3) | st.dictionaries(draw_any_text(8), children, max_size=3)
+            st.lists(children, max_size=3) | st.dictionaries(any_text_strategy(8), children, max_size=3)
         ),
         max_leaves=6,
     )
 
 
 @st.composite
-def draw_calls(draw: st.DrawFn, name: str) -> Call:
+def call_strategy(draw: st.DrawFn, name: str) -> Call:
     if draw(st.integers(0, 3)) == 0:
         return Call("now")
     end = VALUE_ENDS.get(name)
-    texts = draw_any_text().filter(lambda text: end is None or end not in text)
+    texts = any_text_strategy().filter(lambda text: end is None or end not in text)
     numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers()
     arguments = draw(
         st.fixed_dictionaries(
@@ -99,8 +99,8 @@ def draw_calls(draw: st.DrawFn, name: str) -> Call:
                 "count": st.integers(),
                 "ratio": numbers,
                 "exact": st.booleans(),
-                "tags": st.lists(draw_json_values(), max_size=3),
-                "filter": st.dictionaries(draw_any_text(8), draw_json_values(), max_size=3),
+                "tags": st.lists(json_value_strategy(), max_size=3),
+                "filter": st.dictionaries(any_text_strategy(8), json_value_strategy(), max_size=3),
                 "user": st.none() | st.sampled_from(["ann", '"ann"', "17", "a\nb"]),
             },
         )
@@ -121,7 +121,7 @@ class Output:
 
 
 @st.composite
-def draw_outputs(draw: st.DrawFn, name: str) -> Output:
+def output_strategy(draw: st.DrawFn, name: str) -> Output:
     part_kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
     output, previous_kind = Output(), ""
     for kind in part_kinds:
@@ -130,18 +130,18 @@ def draw_outputs(draw: st.DrawFn, name: str) -> Output:
         previous_kind = kind
         newlines = draw(st.sampled_from(["", "\n", "\n\n"])) if output.text else ""
         if kind == "content":
-            text = draw(draw_plain_text())
+            text = draw(plain_text_strategy())
             # A "[" before a call would begin a list of calls.
             if name in FORMATS_WITHOUT_MARKER and text.endswith("["):
                 text = f"{text}x"
             output.text += newlines + text
             output.content += (newlines if output.content else "") + text
         elif kind == "calls":
-            drawn_calls = draw(st.lists(draw_calls(name), min_size=1, max_size=3))
+            drawn_calls = draw(st.lists(call_strategy(name), min_size=1, max_size=3))
             output.text += newlines + RENDERERS[name](drawn_calls)
             output.calls += tuple(drawn_calls)
         else:
-            text = draw(draw_plain_text())
+            text = draw(plain_text_strategy())
             output.text += f"{newlines}<think>{text}\n</think>"
             output.reasoning += text
     return output
@@ -169,7 +169,7 @@ def test_every_format_has_a_renderer() -> None:
 @EXAMPLES
 @given(data=st.data())
 def test_rendered_output_is_parsed(name: str, data: st.DataObject) -> None:
-    output = data.draw(draw_outputs(name))
+    output = data.draw(output_strategy(name))
     events = parse(make_parser(name), output.text, data.draw(SIZES))
     assert (join_content(events), join_reasoning(events)) == (output.content, output.reasoning)
     assert collect_calls(events) == list(output.calls)
@@ -230,7 +230,7 @@ def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataO
     """The text can contain calls, and repeated words, which can exceed the maximum length of names."""
     lengths = st.integers(200, 300)
     long_words = st.builds(lambda word, count: word * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
-    rendered_calls = draw_calls(name).map(lambda call: RENDERERS[name]([call]))
+    rendered_calls = call_strategy(name).map(lambda call: RENDERERS[name]([call]))
     text_parts = st.sampled_from(TEXT_PARTS + NAME_PARTS * 3) | long_words | rendered_calls
     text = "".join(data.draw(st.lists(text_parts, max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "unmarked_in_text": data.draw(st.booleans())}
@@ -244,7 +244,7 @@ def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataO
 @given(st.data())
 def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.DataObject) -> None:
     """A truncated call has all arguments or invalid JSON, so that no client can execute it by mistake."""
-    output = data.draw(draw_outputs(name))
+    output = data.draw(output_strategy(name))
     text = output.text[: data.draw(st.integers(0, len(output.text)))]
     events = parse(make_parser(name), text, data.draw(SIZES))
     assert events == parse(make_parser(name), text, (1,))
@@ -261,7 +261,7 @@ def test_truncated_output_has_complete_or_invalid_arguments(name: str, data: st.
 @EXAMPLES
 @given(st.data())
 def test_text_without_a_tool_name_is_unchanged_content(name: str, data: st.DataObject) -> None:
-    text = "".join(data.draw(st.lists(st.sampled_from(TEXT_PARTS) | draw_any_text(8), max_size=20)))
+    text = "".join(data.draw(st.lists(st.sampled_from(TEXT_PARTS) | any_text_strategy(8), max_size=20)))
     assert parse(make_parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
 
 

@@ -154,7 +154,7 @@ def test_a_pythonic_call_may_omit_optional_arguments() -> None:
 def test_choices_that_force_no_call_have_no_grammar_and_forced_calls_need_a_format() -> None:
     for choice in ("auto", "none", None):
         assert grammar_that_forces_calls("hermes", choice) is None
-    with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):
+    with pytest.raises(UnsupportedFeatureError, match=r"set --tool-call-parser to one of .*hermes"):
         ParserFactory.choose(None).grammar(TOOLS, "required")
 
 
@@ -163,18 +163,18 @@ REASONING = f"hm, </thin or not\n</think>\n\n{CALL}"
 
 
 @pytest.mark.parametrize(
-    ("in_reasoning", "accepted"),
+    ("in_reasoning", "accepted_texts"),
     [
         (True, [REASONING]),
         (False, [f"<think>\n{REASONING}", CALL]),
         (None, [REASONING, f"<think>\n{REASONING}", CALL]),
     ],
 )
-def test_reasoning_may_precede_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
-    grammar = grammar_that_forces_calls("hermes", reasoning=True, in_reasoning=in_reasoning)
+def test_reasoning_may_precede_a_forced_call(in_reasoning: bool | None, accepted_texts: list[str]) -> None:
+    grammar = grammar_that_forces_calls("hermes", allows_reasoning=True, in_reasoning=in_reasoning)
     for text in (REASONING, f"<think>\n{REASONING}", CALL):
         # Within a reasoning block, a second "<think>" is reasoning text.
-        expected = text in accepted or (in_reasoning is True and text != CALL)
+        expected = text in accepted_texts or (in_reasoning is True and text != CALL)
         assert accepts(grammar, text) is expected, text
     assert not accepts(grammar, f"hm {CALL}")
     assert not accepts(grammar, f"<think>hm</think>Well. {CALL}")

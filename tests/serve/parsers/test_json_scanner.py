@@ -76,8 +76,8 @@ def scan(scanner: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> t
     """Return the JSON text, whether the value is complete, and the number of scanned characters."""
     json_text, num_scanned = "", 0
     for chunk in split_text(text, sizes):
-        end, scanned = scanner.feed(chunk)
-        json_text += scanned
+        end, json_part = scanner.feed(chunk)
+        json_text += json_part
         num_scanned += end
         if scanner.is_complete or scanner.is_invalid:
             break

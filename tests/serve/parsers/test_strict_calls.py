@@ -333,7 +333,7 @@ def test_harmony_grammars_accept_channels_and_calls() -> None:
         assert accepts(grammar, text, SPECIAL_TOKENS), text
     for text in (REASONING + CALL.replace("3", '"3"'), CALL + CALL, "Hi", FINAL + "Hi" + CALL):
         assert not accepts(grammar, text, SPECIAL_TOKENS), text
-    forced_grammar = HARMONY.grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
+    forced_grammar = HARMONY.grammar(TOOLS, "required", allows_reasoning=True, in_reasoning=False)
     assert forced_grammar is not None
     assert accepts(forced_grammar, REASONING + CALL, SPECIAL_TOKENS)
     assert accepts(forced_grammar, CALL, SPECIAL_TOKENS)

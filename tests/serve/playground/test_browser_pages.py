@@ -157,8 +157,8 @@ async def test_metrics_count_running_requests() -> None:
         ]
         await wait_until(page, "document.getElementById('metrics-running').textContent === '2'")
         await wait_until(page, "parseInt(document.getElementById('metrics-tokens').textContent) > 10")
-        for request in running_tasks:
-            request.cancel()
+        for task in running_tasks:
+            task.cancel()
         await wait_until(page, "document.getElementById('metrics-running').textContent === '0'")
 
 

@@ -48,8 +48,10 @@ class Arguments:
     """The schema of an arguments object, split into one schema per argument."""
 
     schemas: dict[str, Schema | bool]
-    """Name -> schema of each argument, in the order of the output. Schemas that are objects include all
-    definitions."""
+    """Name -> schema of each argument: first the ``properties``, then the other required arguments.
+
+    Schemas that are objects include all definitions.
+    """
     required: frozenset[str]
     is_unrestricted: bool
     """Whether the schema names no argument and allows arguments of any name."""
@@ -108,8 +110,8 @@ class TaggedArguments:
         If the schema does not restrict the arguments, up to 63 arguments with any names are allowed.
 
         Raises:
-            UnsupportedSchemaError: a keyword restricts the object as a whole, or cannot be enforced in text
-                that is not JSON.
+            UnsupportedSchemaError: a keyword restricts the object as a whole or cannot be enforced in text
+                that is not JSON, or the text of an enum value is ambiguous.
         """
         arguments = Arguments.from_schema(schema)
         if arguments.is_unrestricted:
@@ -142,7 +144,7 @@ class TaggedArguments:
         name_tag = constant(name)
         if types is None or "string" not in types:
             return self._json_tag(name_tag, schema)
-        options = self._string_tags(name_tag, schema, types, root, f"#/properties/{name}")
+        alternatives = self._string_tags(name_tag, schema, types, root, f"#/properties/{name}")
         other_types = sorted(types - {"string"})
         if other_types:
             assert isinstance(schema, dict)
@@ -150,8 +152,8 @@ class TaggedArguments:
             other_schema |= {
                 keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema
             }
-            options.append(self._json_tag(name_tag, other_schema))
-        return either(options)
+            alternatives.append(self._json_tag(name_tag, other_schema))
+        return either(alternatives)
 
     def _string_tags(
         self, name_tag: Tag, schema: object, types: frozenset[str], root: Schema, path: str, depth: int = 0
@@ -178,10 +180,10 @@ class TaggedArguments:
                     return self._string_tags(name_tag, target, types, root, path, depth + 1)
             elif keyword == "anyOf" and "type" not in schema:
                 return [
-                    option
+                    tag
                     for part in value
                     if "string" in (types_of(part, root) or ())
-                    for option in self._string_tags(name_tag, part, types, root, path, depth + 1)
+                    for tag in self._string_tags(name_tag, part, types, root, path, depth + 1)
                 ]
             elif keyword in ("const", "enum"):
                 texts = [text for text in (value if keyword == "enum" else [value]) if isinstance(text, str)]

@@ -199,8 +199,8 @@ def read_json_call(parser: ReasoningToolParser, *, is_unmarked: bool = False) ->
 def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Reader[None]:
     """Read and emit the arguments of a call of a known tool. An object is emitted incrementally.
 
-    `ToolCallStart` is emitted when the first character after the opening brace has arrived. If the JSON
-    becomes invalid later, the arguments end there, and the text after them is content.
+    `ToolCallStart` is emitted when a character other than white space has arrived after the opening brace. If
+    the JSON becomes invalid later, the arguments end there, and the text after them is content.
     """
     if (yield from parser.stream.peek()) != "{":
         _emit_call(parser, name, (yield from _read_arguments_text(parser)), call_id)

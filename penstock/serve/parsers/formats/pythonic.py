@@ -130,7 +130,7 @@ def call_grammar(name: str, schema: Schema) -> Tag:
     """Return the grammar of one call: keyword arguments with JSON values.
 
     Required arguments come first, then optional arguments, both in schema order. If the schema does not
-    restrict the arguments, every keyword is allowed.
+    restrict the arguments, up to 64 arguments with any names are allowed.
 
     Raises:
         UnsupportedSchemaError: a keyword of the schema restricts the object as a whole.

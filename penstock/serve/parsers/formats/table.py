@@ -21,8 +21,8 @@ from penstock.serve.parsers.formats.pythonic import PythonicCalls
 from penstock.serve.parsers.formats.pythonic_lines import PythonicLines
 from penstock.serve.parsers.formats.tool_format import ToolFormat
 
-# ParserFactory.choose uses the first row whose hints are all in the chat template. A format with more
-# specific hints therefore precedes a format whose hints the same templates contain.
+# ParserFactory.choose uses the first row whose hints are all in the chat template. If the templates of one
+# format also contain the hints of a second format, the first format therefore precedes the second.
 _ROWS: tuple[ToolFormat, ...] = (
     HarmonyCalls(
         name="harmony",

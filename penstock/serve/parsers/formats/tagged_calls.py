@@ -1,4 +1,4 @@
-"""Calls whose arguments are plain text in tags. The schema determines the types of the arguments."""
+"""Calls whose arguments are plain text in tags. The schema or the tag determines the type of an argument."""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ def _json_escaped(text: str) -> str:
 def typed_json(text: str, types: frozenset[str] | None) -> str:
     """Return an argument as JSON: the JSON value of the text, or the text as a string.
 
-    The result is a string if the text is not JSON, or if the schema allows strings but not the type of the
-    JSON value. If the schema allows no strings, or ``types`` is None, every JSON value is accepted.
+    The result is a string if the text is not JSON. If the schema allows strings, the result is also a string
+    if the JSON value is a string, or has a type that the schema does not allow. If the schema allows no
+    strings, or ``types`` is None, every JSON value is accepted.
     """
     stripped_text = text.strip()
     stripped_text = _PYTHON_NAMES.get(stripped_text, stripped_text)
@@ -132,5 +133,5 @@ def typed_json(text: str, types: frozenset[str] | None) -> str:
         return json_text
     number_types = {"number", "integer"} if _INTEGER.fullmatch(stripped_text) else {"number"}
     is_allowed = not types.isdisjoint(_TYPES_BY_FIRST_CHARACTER.get(stripped_text[0], number_types))
-    # This format writes strings without quotes, so a leading quote is part of the string.
+    # These formats write strings without quotes, so a leading quote is part of the string.
     return json_text if is_allowed and stripped_text[0] != '"' else json.dumps(text, ensure_ascii=False)

@@ -22,7 +22,8 @@ class ToolFormat(ABC):
     example: str
     """One example call, for the documentation."""
     hints: tuple[str, ...]
-    """Texts that every chat template of this format contains. If empty, only the flag selects the format."""
+    """Texts that every chat template of this format contains. If empty, only ``--tool-call-parser`` selects
+    the format."""
     separator: str | None = None
     """Text between two calls that each have markers. None means that one pair of markers encloses all
     calls."""
@@ -57,7 +58,7 @@ class ToolFormat(ABC):
         """
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        """Return the grammar of one call of these tools, or of one or more calls if `parallel` is True.
+        """Return the grammar of one call of these tools, or of up to 64 calls if `parallel` is True.
 
         Raises:
             UnsupportedSchemaError: as for `after_marker`.

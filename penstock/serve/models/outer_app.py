@@ -16,6 +16,9 @@ def make_outer_app(registry: ModelRegistry) -> ASGIApp:
 
     The outer application has the middleware, and also receives the requests of batches. The default model's
     application has the routes that concern all models.
+
+    Raises:
+        ConfigError: ``--state-dir`` cannot be used.
     """
     services = registry.default.services
     assert services is not None

@@ -17,7 +17,7 @@ from penstock.serve.batches.batch_lines import (
     PRIORITY_OFFSET,
     BatchRequest,
     InvalidLine,
-    check_unique,
+    count_unique_lines,
     finished_ids,
     parse_line,
     read_lines,
@@ -169,10 +169,10 @@ def test_lines_with_a_result_are_skipped_and_invalid_files_are_refused(tmp_path:
         request.custom_id for request in remaining_lines(read_lines(input_path, 100, 100), {"a"})
     ]
     assert remaining_ids == ["b", "line-4"]
-    assert check_unique(read_lines(input_path, 100, 100)) == 3
+    assert count_unique_lines(read_lines(input_path, 100, 100)) == 3
     input_path.write_bytes(make_request_line("a") + b"\n" + make_request_line("a"))
     with pytest.raises(InputError, match="two lines have the custom_id 'a'"):
-        check_unique(read_lines(input_path, 100, 100))
+        count_unique_lines(read_lines(input_path, 100, 100))
     results_path.write_text("text\n")
     with pytest.raises(InputError, match="is not the result of a batch"):
         finished_ids(results_path)
