@@ -1,6 +1,6 @@
-# Other scripts source this file. This file changes to the root of the project, and installs or updates Penstock in .venv.
-# PYTHON selects the Python interpreter; the default is the first usable interpreter that find_python tries. If the
-# interpreter has torch, .venv uses this torch instead of installing another one. The output of pip is written to
+# Other scripts source this file. This file changes to the root of the project, and creates or updates .venv with
+# Penstock. PYTHON selects the Python interpreter; the default is the first usable interpreter that find_python tries.
+# If the interpreter has torch, .venv uses this torch instead of installing another one. The output of pip is written to
 # .venv/install.log.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
