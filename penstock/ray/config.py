@@ -49,8 +49,8 @@ class RayConfig:
         None,
         COUNT,
         "Number of CPUs that each replica or actor reserves. For a model on CPUs, also the default of "
-        "num-threads. Default: num-threads if it is set, else 1 per GPU for a model on GPUs, else the CPUs of "
-        "this machine divided by ray-min-replicas, but at least tensor-parallel-size.",
+        "num-threads. Default: num-threads if it is set, else 1 per GPU for a model on GPUs, else the CPUs "
+        "of this machine divided by ray-min-replicas, but at least tensor-parallel-size.",
     )
     ray_ingress_replicas: int = setting(
         1,

@@ -118,9 +118,9 @@ class ServeConfig:
     max_queue_size: int | None = setting(
         None,
         COUNT,
-        "Maximum number of waiting requests of each worker; each choice counts as a request. Default: 4 times "
-        "max-batch-size, at least 64. With Ray, maximum number of waiting requests in total; default: 4 times "
-        "ray-max-requests, at least 64.",
+        "Maximum number of waiting requests of each worker; each choice counts as a request. Default: 4 "
+        "times max-batch-size, at least 64. With Ray, maximum number of waiting requests in total; default: 4 "
+        "times ray-max-requests, at least 64.",
     )
     max_choices_per_request: int | None = setting(
         None,
@@ -262,8 +262,8 @@ class ServeConfig:
     worker_memory_limit: int | None = setting(
         None,
         NUM_BYTES,
-        "Limit of the private memory of each worker in bytes, without mapped files. A worker that reaches the "
-        "limit is restarted.",
+        "Limit of the private memory of each worker in bytes, without mapped files. A worker that reaches "
+        "the limit is restarted.",
     )
     profile_dir: str | None = setting(
         None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: no profiles."
