@@ -119,8 +119,8 @@ class ServeConfig:
         None,
         COUNT,
         "Maximum number of waiting requests of each worker; each choice counts as a request. Default: 4 "
-        "times max-batch-size, at least 64. With Ray, maximum number of waiting requests in total; default: 4 "
-        "times ray-max-requests, at least 64.",
+        "times max-batch-size, at least 64. With Ray, the limit applies to all replicas together; its "
+        "default is 4 times ray-max-requests, at least 64.",
     )
     max_choices_per_request: int | None = setting(
         None,
