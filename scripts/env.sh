@@ -1,6 +1,6 @@
 # Other scripts source this file. This file changes to the root of the project, and creates or updates .venv with
-# Penstock. PYTHON selects the Python interpreter; the default is the first usable interpreter. If the interpreter has
-# torch, .venv uses the torch of the interpreter instead of installing torch. The output of pip is written to
+# Penstock. PYTHON selects the Python interpreter; the default is the first usable interpreter that find_python tries.
+# If the interpreter has torch, .venv uses this torch instead of installing another one. The output of pip is written to
 # .venv/install.log.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -21,7 +21,8 @@ find_python() {
   return 1
 }
 
-# Prints a checksum of all files that the installation depends on. If it changes, Penstock is installed again.
+# Prints a checksum of the folder's path, the version, and the files on which the installation depends. If the checksum
+# changes, Penstock is installed again.
 fingerprint() {
   {
     pwd
@@ -38,8 +39,8 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   share_torch "$python" .venv
 fi
 
-now=$(fingerprint)
-if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
+current_fingerprint=$(fingerprint)
+if [ "$(cat .venv/installed 2>/dev/null || true)" != "$current_fingerprint" ]; then
   say "installing into .venv (the first time takes one or two minutes, because PyTorch is large)"
   library=penstock/kernels/cpu/libpenstock_cpu.so
   rm -f "$library" # a failed build must not leave the library of an earlier build
@@ -52,5 +53,5 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
   if [ -e penstock/kernels/cpu/CMakeLists.txt ] && [ ! -e "$library" ]; then
     say "warning: the C++ kernels were not built, and the reference kernels are slow. .venv/install.log has the reason. 'rm .venv/installed' makes the next run build them again"
   fi
-  printf '%s\n' "$now" >.venv/installed
+  printf '%s\n' "$current_fingerprint" >.venv/installed
 fi

@@ -1,13 +1,13 @@
 # scripts/env.sh and scripts/wheel source this file in the root of the project.
 
-# share_torch PYTHON VENV: if PYTHON has torch, makes its packages importable in the environment VENV. The
-# torch build that is installed on this machine is then used and not downloaded again.
+# share_torch PYTHON VENV: if PYTHON has torch, makes all packages of PYTHON importable in the environment VENV. VENV
+# then uses the installed torch, and pip does not download torch again.
 share_torch() {
-  local place
-  if place=$("$1" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then
+  local site_packages
+  if site_packages=$("$1" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then
     # A .pth file instead of --system-site-packages, because PYTHON may itself be a virtual environment.
-    "$2/bin/python" -c 'import sys, sysconfig; open(sysconfig.get_path("purelib") + "/shared_torch.pth", "w").write(sys.argv[1] + "\n")' "$place"
-    printf 'penstock: using the torch in %s\n' "$place" >&2
+    "$2/bin/python" -c 'import sys, sysconfig; open(sysconfig.get_path("purelib") + "/shared_torch.pth", "w").write(sys.argv[1] + "\n")' "$site_packages"
+    printf 'penstock: using the torch in %s\n' "$site_packages" >&2
   fi
 }
 

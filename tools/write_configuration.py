@@ -28,8 +28,8 @@ precedence:
 Each entry below has the name of the setting, the allowed values, the default value if it is fixed, and
 the meaning.
 
-`penstock generate --print-config` shows every value and its source. The error for an unknown name, a
-wrong type or an invalid value names the setting.
+The flag `--print-config` of a command such as `penstock serve` prints the value of each setting and the
+source of the value. The error for an unknown name, a wrong type or an invalid value names the setting.
 
 The kernels also read the environment variable `PENSTOCK_ISA` (generic, avx2, avx512_vnni or avx512). It
 limits the instruction set of Penstock's kernels and of torch's kernels, so that every code path can be

@@ -544,7 +544,7 @@ def checkpoint_formats() -> str:
         description = " ".join(text.split()).partition(": ")[2].rstrip(".")
         kept = ", ".join(map(code, checkpoint_format.kept_encodings)) or "none: layers are dequantized"
         rows.append([", ".join(map(code, checkpoint_format.quant_methods)), description, kept])
-    return table("quant_method | layers | kept in the encodings", rows)
+    return table("quant_method | layers | encodings of the loaded layers", rows)
 
 
 def tool_formats() -> str:
@@ -640,8 +640,8 @@ KEYWORD_LIMITS: Mapping[str, tuple[str, Any]] = {
         {"type": "string", "pattern": "(?=a)b"},
     ),
     "uniqueItems": (
-        "items of enum, const, boolean or a small range of integers; up to 8 values in any order, more than "
-        "8 in the order of the schema",
+        "items of enum, const, boolean or a small range of integers; in any order for up to 8 possible "
+        "values; with more values, in the order of the schema, unless maxItems is small",
         {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     ),
     "items": (

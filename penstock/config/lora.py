@@ -49,7 +49,8 @@ class LoRAConfig:
     lora_dir: str | None = setting(
         None,
         TEXT,
-        "The only directory from which a running server loads adapters; by default any readable directory.",
+        "Directory that contains the adapters that clients may load into a running server; by default any "
+        "readable directory.",
     )
     max_loras: int = setting(
         4, COUNT, "Maximum number of adapters in a batch; requests with further adapters wait."

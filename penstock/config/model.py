@@ -151,7 +151,8 @@ class ModelConfig:
     served_model_name: str | None = setting(
         None,
         TEXT,
-        "Model name in the API; by default the name of its folder or GGUF file, or its id on the hub.",
+        "Model name in the API; by default the name of the model's folder or GGUF file, or the model's id on "
+        "the hub.",
     )
 
     task: str = setting(

@@ -32,8 +32,8 @@ class ParallelConfig:
     collective_timeout: float = setting(
         120.0,
         Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0),
-        "Seconds that a rank of a divided model waits for the other ranks. After this time a server restarts "
-        "the model; in other programs an error is raised.",
+        "Seconds that a rank of a divided model waits for the other ranks. After this time, a server "
+        "restarts the model, and other programs raise an error.",
     )
     collective_transport: str | None = setting(
         None,

@@ -84,8 +84,8 @@ class StructuredOutputConfig:
     whitespace: str = setting(
         "flexible",
         one_of("flexible", "compact"),
-        "White space in JSON output. `flexible` allows up to 20 such characters in a row. `compact` allows "
-        "none and is faster, because the grammar determines more tokens.",
+        "White space in JSON output. `flexible` allows up to 20 white-space characters in a row. `compact` "
+        "allows none and is faster, because the grammar determines more tokens.",
         flat_name="json_whitespace",
     )
 

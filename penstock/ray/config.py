@@ -43,14 +43,14 @@ class RayConfig:
     ray_max_requests: int = setting(
         64,
         COUNT,
-        "Maximum number of requests that run or wait in one replica; further requests wait in the router.",
+        "Maximum number of requests that run or wait in one replica; further requests wait in the ingress.",
     )
     ray_cpus: int | None = setting(
         None,
         COUNT,
-        "Number of CPUs that each replica or actor reserves, and of its compute threads. Default: "
-        "num-threads if it is set, else 1 per GPU for a model on GPUs, else the CPUs of this machine divided "
-        "by ray-min-replicas.",
+        "Number of CPUs that each replica or actor reserves. For a model on CPUs, also the default of "
+        "num-threads. Default: num-threads if it is set, else 1 per GPU for a model on GPUs, else the CPUs "
+        "of this machine divided by ray-min-replicas, but at least tensor-parallel-size.",
     )
     ray_ingress_replicas: int = setting(
         1,

@@ -111,18 +111,22 @@ class ServeConfig:
         "(max-inputs-per-request times for models without text generation).",
     )
     body_timeout: float = setting(
-        60.0, _POSITIVE_SECONDS, "Seconds within which the body of a request must arrive."
+        60.0,
+        _POSITIVE_SECONDS,
+        "Seconds within which the headers of a request must arrive, and then its body.",
     )
     max_queue_size: int | None = setting(
         None,
         COUNT,
-        "Maximum number of waiting requests of each worker. Default: 4 times max-batch-size, at least 64.",
+        "Maximum number of waiting requests of each worker; each choice counts as a request. Default: 4 "
+        "times max-batch-size, at least 64. With Ray, the limit applies to all replicas together; its "
+        "default is 4 times ray-max-requests, at least 64.",
     )
     max_choices_per_request: int | None = setting(
         None,
         COUNT,
         "Maximum number of choices of a request: n times the number of prompts. Default: the number of "
-        "requests that may run or wait.",
+        "requests that may run or wait, which is also the upper limit.",
     )
     request_timeout: float | None = setting(
         None,
@@ -138,7 +142,8 @@ class ServeConfig:
     stream_ping: float = setting(
         15.0,
         _POSITIVE_SECONDS,
-        "Seconds without a new token after which the server sends a ping to keep a stream's connection open.",
+        "Seconds without a new token after which the server sends a ping, which keeps the connection of a "
+        "stream open.",
     )
     keep_alive: float = setting(
         120.0,
@@ -175,8 +180,8 @@ class ServeConfig:
     max_inputs_per_request: int = setting(
         2048,
         COUNT,
-        "Maximum number of inputs of a request to /v1/embeddings, of documents to rerank, and of pairs to "
-        "score.",
+        "Maximum number of inputs of a request to /v1/embeddings, /pooling or /v1/classify, of documents to "
+        "rerank, and of pairs to score.",
     )
     max_logprobs_per_request: int = setting(
         1_000_000,
@@ -197,12 +202,13 @@ class ServeConfig:
         None, TEXT, "Folder for state that survives a restart: stored responses, files and batches."
     )
     max_file_size: int = setting(
-        512 * 2**20, NUM_BYTES, "Maximum size of an uploaded file of a batch, in bytes."
+        512 * 2**20, NUM_BYTES, "Maximum size of the body of a file upload, in bytes."
     )
     response_store_size: int = setting(
         256 * 2**20,
         NUM_BYTES,
-        "Maximum total size of stored responses with their input, in bytes; the oldest are dropped.",
+        "Maximum total size of stored responses with their input, in bytes. If they are larger, the oldest "
+        "responses are dropped, but never the newest.",
     )
     allow_image_urls: bool = setting(
         False, FLAG, "Fetch images that requests name by http(s) URLs from hosts on the public internet."
@@ -240,7 +246,9 @@ class ServeConfig:
         "require_approval.",
     )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
-    access_log: bool = setting(True, FLAG, "Log a line at the end of a request; for probes at level debug.")
+    access_log: bool = setting(
+        True, FLAG, "Log a line at the end of each request; the lines of probes have the level debug."
+    )
     log_format: str = setting("logfmt", one_of("logfmt", "json"), "Format of the log lines.")
     log_level: str = setting(
         "info", one_of("debug", "info", "warning", "error"), "Minimum level of log lines."
@@ -253,13 +261,13 @@ class ServeConfig:
     worker_timeout: float = setting(
         20.0,
         _POSITIVE_SECONDS,
-        "Seconds without progress after which the worker is restarted. Progress within a step counts.",
+        "Seconds without progress after which a worker is restarted. Progress within a step counts.",
     )
     worker_memory_limit: int | None = setting(
         None,
         NUM_BYTES,
-        "Limit of the worker's private memory in bytes, without mapped files. At the limit the worker is "
-        "restarted.",
+        "Limit of the private memory of each worker in bytes, without mapped files. A worker that reaches "
+        "the limit is restarted.",
     )
     profile_dir: str | None = setting(
         None, TEXT, "Folder for the profiles of /start_profile and /stop_profile. Default: no profiles."
@@ -291,7 +299,7 @@ class ServeConfig:
         "x-session-id",
         _HEADER_NAME,
         "Header of a request that names its session. With several workers, the requests of a session go to "
-        "one worker. Without the header, the field user of the body is the session.",
+        "one worker. Without the header, the field user of the body names the session.",
     )
     otlp_endpoint: str | None = setting(
         None, TEXT, "URL to send OpenTelemetry spans to, by OTLP over HTTP. Default: no spans."
