@@ -33,7 +33,9 @@ RESERVED_OPTIONS = frozenset(
 
 
 class ChatTemplate:
-    """The named templates of a checkpoint: ``tool_use``, if present, for requests with tools, or ``default``.
+    """The named chat templates of a checkpoint.
+
+    Requests with tools use ``tool_use``, if present. All other requests use ``default``.
 
     Args:
         sources: name -> Jinja text.

@@ -45,9 +45,8 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class _DecodeState:
-    """The position after the last call of `next_delta`.
+    """The positions after the last call of `next_delta`: in the generated tokens and in the separate text.
 
-    It is a position in the generated tokens of a context, and one in its separate text.
     The separate text consists of tokens that the caller has passed, but that the context has not generated.
     """
 

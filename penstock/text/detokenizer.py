@@ -105,7 +105,11 @@ class Detokenizer:
         return text if self.stop_match is not None else text + self._stop_in_byte_run()
 
     def _release(self, text: str) -> str:
-        """Return the part of the held text and ``text`` that can no longer become part of a stop string."""
+        """Append ``text`` to the held text and return the part that cannot be part of a later stop string.
+
+        If a stop string matches, set `stop_match` and return the text before the match, with ``keeps_stop``
+        including the match.
+        """
         if not self._stops:
             return text
         text = self._held_text + text
@@ -220,7 +224,7 @@ class _IncrementalDecoder:
         return new_text
 
     def _shrink(self, num_tokens: int, num_open_characters: int = 0) -> None:
-        """Keep the last tokens of the window. Their last open characters have not been returned."""
+        """Keep the last ``num_tokens`` of the window. ``num_open_characters`` at its end are not returned."""
         del self._window[:-num_tokens]
         self._num_returned = len(self._decode()) - num_open_characters
 

@@ -40,8 +40,8 @@ class TokenizerFiles:
 def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint folder or of a GGUF file.
 
-    If the folder of a GGUF file has ``tokenizer.json``, the tokenizer files of the folder override the GGUF
-    file. The end-of-sequence ids of both are used.
+    If the folder of a GGUF file has ``tokenizer.json``, the tokenizer, special tokens and templates of the
+    folder override those of the GGUF file. The end-of-sequence ids of both are used.
 
     Raises:
         CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
@@ -143,9 +143,9 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 @contextmanager
 def _log_disabled(library: str) -> Iterator[None]:
-    """Context manager that hides log records of a library below CRITICAL.
+    """Context manager that hides the log records of a library below CRITICAL.
 
-    The exceptions of the library contain the same messages.
+    The records repeat the messages of the library's exceptions.
     """
     logger = logging.getLogger(library)
     level = logger.level
@@ -168,7 +168,7 @@ def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _add_missing_tokens(
     tokenizer: Tokenizer, settings: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Add the tokens that only tokenizer_config.json contains, and mark its special tokens as special."""
+    """Add the tokens of ``settings`` that the tokenizer lacks, and mark the special tokens as special."""
     added_tokens = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
     for _, entry in sorted(added_tokens.items(), key=lambda item: int(item[0])):
         flags = {
@@ -198,6 +198,7 @@ def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, ob
     """
     if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return
+    # Only a normalizer that prepends "▁", replaces spaces by "▁" and changes nothing else is replaced.
     normalizer = tokenizer.normalizer
     if (
         normalizer is None
