@@ -154,14 +154,14 @@ class KVCacheManager(PrefixCacheControls):
         end = context.active_idx + lookahead
         if end <= sequence.num_blocks * self.block_size:
             return
-        length = -(-end // self.block_size)
-        num_missing = length - sequence.num_blocks
+        num_blocks = -(-end // self.block_size)
+        num_missing = num_blocks - sequence.num_blocks
         self._check_num_free(num_missing)
-        self._tables.grow(length=length)
+        self._tables.grow(length=num_blocks)
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)
-            row[sequence.num_blocks : length] = pool.allocate(num_missing)
-        sequence.num_blocks = length
+            row[sequence.num_blocks : num_blocks] = pool.allocate(num_missing)
+        sequence.num_blocks = num_blocks
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
@@ -259,7 +259,7 @@ class KVCacheManager(PrefixCacheControls):
         starts: Sequence[int] | None = None,  # [B]
         counts: Sequence[int] | None = None,  # [B]
     ) -> KVCacheInputs:
-        """Return the attention inputs of a batch whose blocks are reserved.
+        """Return the attention inputs of a batch whose blocks are reserved. Plans the states to save.
 
         Args:
             contexts: the batch.
@@ -339,7 +339,8 @@ class KVCacheManager(PrefixCacheControls):
             self._prefixes.restore(chain, self._max_cached_blocks(context))
             num_cached = self._prefixes.num_usable_blocks(context, chain, self._max_cached_blocks(context))
         if self._states is not None and sequence.state is not None:
-            sequence.state.branch = self._prefixes.num_cached_blocks(chain, self._max_cached_blocks(context))
+            max_cached = self._max_cached_blocks(context)
+            sequence.state.num_cached_at_claim = self._prefixes.num_cached_blocks(chain, max_cached)
             self._states.restore(sequence.state, chain.digests[:num_cached])
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
@@ -370,14 +371,20 @@ class KVCacheManager(PrefixCacheControls):
     def _state_inputs(
         self, sequences: Sequence[CachedSequence], starts: Sequence[int], ends: Sequence[int]
     ) -> StateInputs | None:
-        """Return the recurrent states of a batch; None for a model without such states."""
+        """Return the recurrent states of a batch; None for a model without such states.
+
+        Plans the states that the step saves.
+        """
         if self._states is None:
             return None
         states = [sequence.state for sequence in sequences if sequence.state is not None]
         return self._states.inputs(states, starts, ends, [sequence.digest for sequence in sequences])
 
     def _is_rolled_back(self, context: InputContext, sequence: CachedSequence) -> bool:
-        """Return whether the next step would write committed blocks or need freed blocks or another state."""
+        """Return whether the next step cannot continue from the cached data.
+
+        It would write committed blocks, need freed blocks, or need the recurrent state of another position.
+        """
         start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
         if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
             return True
@@ -390,29 +397,30 @@ class KVCacheManager(PrefixCacheControls):
 
     def _roll_back(self, context: InputContext, sequence: CachedSequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
-        length = min(context.start_idx, context.committed_idx) // self.block_size
-        length = context.boundary_before(length * self.block_size) // self.block_size
+        num_blocks = min(context.start_idx, context.committed_idx) // self.block_size
+        num_blocks = context.boundary_before(num_blocks * self.block_size) // self.block_size
         for index, group in self._window_groups:
-            if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
-                length = 0  # needed blocks were freed: compute all tokens again
+            first = group.first_visible(num_blocks * self.block_size) // self.block_size
+            if first < sequence.num_dropped[index]:
+                num_blocks = 0  # needed blocks were freed: compute all tokens again
         if self._states is not None and sequence.state is not None:
             self._states.release(sequence.state)
-            length = 0  # a state cannot be rolled back
-        self._truncate(sequence, length)
-        start = length * self.block_size
+            num_blocks = 0  # a state cannot be rolled back
+        self._truncate(sequence, num_blocks)
+        start = num_blocks * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)
 
-    def _truncate(self, sequence: CachedSequence, length: int) -> None:
+    def _truncate(self, sequence: CachedSequence, num_blocks: int) -> None:
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)[: sequence.num_blocks]
-            sequence.num_dropped[index] = min(sequence.num_dropped[index], length)
-            pool.release(block for block in row[length:].tolist() if block != NULL_BLOCK)
-            row[length:] = NULL_BLOCK
+            sequence.num_dropped[index] = min(sequence.num_dropped[index], num_blocks)
+            pool.release(block for block in row[num_blocks:].tolist() if block != NULL_BLOCK)
+            row[num_blocks:] = NULL_BLOCK
         self._prefixes.clear_in_flight(sequence.in_flight)
         sequence.in_flight = []
-        sequence.num_committed = min(sequence.num_committed, length)
-        sequence.num_blocks = length
-        del sequence.digests[length:]
+        sequence.num_committed = min(sequence.num_committed, num_blocks)
+        sequence.num_blocks = num_blocks
+        del sequence.digests[num_blocks:]
 
     def _check_num_free(self, count: int) -> None:
         for pool in self._pools:

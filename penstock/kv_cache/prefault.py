@@ -17,8 +17,8 @@ from penstock.kv_cache.storage import KVCacheStorage
 PREFAULT_BYTES = 32 << 20
 """Bytes of never used blocks, over all layers, whose pages are allocated in advance.
 
-With huge pages, the system allocates more: up to 4 MiB for each layer, and up to 8 MiB for a layer with row
-scales.
+With huge pages, the system allocates up to 4 MiB more for each layer, and up to 8 MiB more for a layer with
+row scales.
 """
 
 
@@ -46,8 +46,8 @@ class CachePrefault:
         """Allocate the pages of some blocks of one layer, which takes at most some milliseconds.
 
         Returns:
-            Whether pages may remain. False after `stop`, after the system could not allocate pages, and for a
-            cache in the memory of a GPU.
+            Whether pages may remain to be allocated. Always False after `stop`, after the system could not
+            allocate pages, and for a cache in the memory of a GPU.
         """
         if self._is_stopped:
             return False

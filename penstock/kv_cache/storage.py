@@ -54,7 +54,7 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
         """L tensors ``[2, N, K, S]`` float32 for quantized layers; None for other layers. Fixed scales are
-        views of ``[2, K]``, which is never written."""
+        read-only views of tensors ``[2, K]``."""
         self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
         """Function that is called before a block is copied, with the arguments of `copy_block`."""
         self.on_discard: Callable[[], None] = lambda: None
@@ -65,7 +65,7 @@ class KVCacheStorage:
     def discard(self) -> None:
         """Return the memory of all blocks to the system. Afterwards all keys, values and row scales are zero.
 
-        The tensors keep their addresses, because compiled steps contain them.
+        The tensors keep their addresses, because compiled steps contain the addresses.
 
         Raises:
             UnsupportedFeatureError: the tensors are not in host memory.
