@@ -11,8 +11,9 @@ from penstock.scheduler.batch import Entry
 ContextT = TypeVar("ContextT", bound=InputContext)
 
 _MAX_ROWS_WITH_PROMPT = 4
-"""Maximum number of decoding contexts of each other client in a step with a short prompt. A step with four
-decoding contexts takes about as long as a step with one, because both read the same weights.
+"""Maximum number of decoding contexts of a client in a step with a short prompt of another client.
+
+A step with four decoding contexts takes about as long as a step with one, because both read the same weights.
 """
 
 PROMPT_TOKENS_PER_ROW = 4
@@ -28,10 +29,10 @@ class Deferral:
 
     A step with hundreds of decode rows takes several times as long as a short prompt. If one client holds
     many slots, such a step would delay the first token of another client. Therefore a step with a short
-    prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each other client. The remaining contexts are
-    deferred to the next step. The step after a step with deferred contexts defers none, so a context is
-    deferred in at most half of the steps. A prompt is short if its remaining tokens take less time than the
-    deferred contexts, estimated with `PROMPT_TOKENS_PER_ROW`.
+    prompt decodes at most `_MAX_ROWS_WITH_PROMPT` contexts of each client except the prompt's client. The
+    remaining contexts are deferred to the next step. The step after a step with deferred contexts defers
+    none, so a context is deferred in at most half of the steps. A prompt is short if its remaining tokens
+    take less time than the deferred contexts, estimated with `PROMPT_TOKENS_PER_ROW`.
     """
 
     def __init__(self) -> None:

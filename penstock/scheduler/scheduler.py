@@ -43,8 +43,8 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     with the fewest slots are admitted first, and the prompts of the clients are computed in turn. The
     contexts of one client stay in order. If a waiting context lacks a slot or blocks, the youngest context of
     the client with the most slots is preempted, if that client holds at least two slots more than the waiting
-    context's client. When one client holds all slots except one, the last slot stays free for other clients
-    for `_SLOT_FREE_STEPS` steps.
+    context's client. When one of several clients holds all slots except one, the last slot stays free for
+    other clients for `_SLOT_FREE_STEPS` steps.
 
     One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
     contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
@@ -202,7 +202,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
                 batch.add(entry, rows)
 
     def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
-        """Reserve blocks for ``batch.num_steps`` steps, or fewer (`reserve_steps`), and store their number.
+        """Reserve blocks for ``batch.num_steps`` steps or fewer. Set ``batch.num_steps`` to their number.
 
         Returns False if the free blocks do not suffice for one step.
         """
@@ -251,7 +251,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         """Move a waiting context to the running contexts.
 
         Returns False if tokens, slots or blocks do not suffice, otherwise True. The method may preempt
-        contexts of a client that holds at least two slots more.
+        contexts of a client that holds at least two slots more than the client of the waiting context.
         """
         context = entry.context
         if not self._prompts.rows(context, context.end_idx, batch):

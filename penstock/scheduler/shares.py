@@ -27,7 +27,7 @@ class ClientShares:
         # Client -> number of its last turn; the client with the smallest number comes first
         self._turns: dict[str, int] = {}
         self._num_served = 0
-        self._num_served_before = 0  # `_num_served` at the start of this step
+        self._num_served_before = 0  # `_num_served` at the start of the last step
 
     @property
     def is_contended(self) -> bool:
@@ -96,7 +96,7 @@ class ClientShares:
         self._num_slots[client_id] = self._num_slots.get(client_id, 0) + 1
 
     def release_slot(self, client_id: str) -> None:
-        """Count a slot that a context released."""
+        """Stop counting a slot that a context released."""
         self._num_slots[client_id] -= 1
         if not self._num_slots[client_id]:
             del self._num_slots[client_id]

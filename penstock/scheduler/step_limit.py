@@ -45,6 +45,7 @@ class StepTime:
         """Estimated seconds of a step without rows; None before the first estimate."""
         self.seconds_per_row = 0.0
         """Estimated additional seconds per row."""
+        # weighted sums over the recorded steps: of 1, rows, seconds, rows * rows, and rows * seconds
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
     def record(self, num_rows: float, seconds: float) -> None:
@@ -66,10 +67,11 @@ class StepTime:
 class StepLimit:
     """Limits the decode rows of a step and the steps of a pipeline call while one client holds many slots.
 
-    A prompt that arrives during a call waits until the call ends. While several clients have requests, and
-    for `_RECENT_SECONDS` afterwards, calls are therefore limited if a client has more than `_MIN_ROWS`
-    decoding contexts. A limited step has as many rows as fit into its maximum duration, but at least
-    `_MIN_ROWS` of each client, or all if it has fewer. The contexts of a client take turns.
+    A prompt that arrives during a pipeline call waits until the call ends. While several clients have
+    requests, and for `_RECENT_SECONDS` afterwards, calls are therefore limited if a client has more than
+    `_MIN_ROWS` decoding contexts. A limited step has as many rows as fit into its maximum duration, but at
+    least `_MIN_ROWS` rows of each client, or all rows of a client with fewer. The contexts of a client take
+    turns.
 
     Args:
         clock: returns the time in seconds.
@@ -117,7 +119,7 @@ class StepLimit:
 def _least_recently_selected(
     decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` entries in order: those whose last selection was longest ago.
+    """Return about ``num_rows`` entries, those selected longest ago, in the order of ``decoding``.
 
     Clients get equal shares, but at least `_MIN_ROWS` rows. Rows that a client with few entries does not use
     go to other clients.
