@@ -57,7 +57,7 @@ class _WorkerHost(Protocol):
         """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """End the worker if possible. Return how the worker ended, or ``still running`` for a thread."""
+        """End the worker if possible. Return how it ended; ``still running`` if a thread has not ended."""
 
 
 class _Process:

@@ -79,7 +79,7 @@ class WorkerRouter:
         self._draining = 0  # bit set of the workers that get no new requests
         self._is_reloading = False
         self._listeners: list[CacheListener] = []
-        self._num_lost_restarts = 0  # number of restarts of workers that have been replaced
+        self._num_restarts_of_replaced = 0  # restarts of workers that were replaced
         self.prefixes = PrefixMap()
         """The cached and the expected blocks of each worker."""
         if len(workers) > 1:
@@ -136,7 +136,7 @@ class WorkerRouter:
     @property
     def num_restarts(self) -> int:
         """The number of times that a worker ended unexpectedly or a restart failed."""
-        return self._num_lost_restarts + sum(worker.num_restarts for worker in self._workers)
+        return self._num_restarts_of_replaced + sum(worker.num_restarts for worker in self._workers)
 
     # -- Requests ----------------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class WorkerRouter:
                 raise
             self._workers[number] = new_worker
             self._report(number, [BlocksCleared()])
-            self._num_lost_restarts += old_worker.num_restarts
+            self._num_restarts_of_replaced += old_worker.num_restarts
         finally:
             self._draining &= ~(1 << number)
         if len(self._workers) == 1:
