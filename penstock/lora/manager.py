@@ -20,7 +20,7 @@ from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
 MAX_SKIPS = 64
-"""Number of refusals by `ready` after which requests with adapters that were refused less often must wait."""
+"""Number of refusals by `ready` after which a request is not overtaken by requests with fewer refusals."""
 
 
 @dataclass(slots=True)
@@ -193,7 +193,9 @@ class LoRAManager:
             )
 
     def inputs(self, contexts: Sequence[InputContext], row_counts: np.ndarray) -> LoRAInputs | None:
-        """Return the adapter inputs of a batch, or None if no context uses an adapter.
+        """Put the adapters of a batch into slots, and return the adapter inputs of the batch.
+
+        Returns None if no context uses an adapter.
 
         Args:
             contexts: the batch.

@@ -183,7 +183,7 @@ class ImageSources:
             if response.status in (301, 302, 303, 307, 308):
                 location = response.getheader("Location")
                 if not location or len(location) > _MAX_URL_LENGTH:
-                    raise InputError("the image URL redirects without a Location header")
+                    raise InputError("the image URL redirects without a valid Location header")
                 return urljoin(url, location)
             if response.status != 200:
                 raise InputError(f"the image cannot be fetched: the status is {response.status}")
