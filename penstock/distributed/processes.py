@@ -231,8 +231,9 @@ class RankProcesses:
     def _diagnose(self, error: Exception) -> PenstockError:
         """Return the error that explains a failed collective, or the end of a rank.
 
-        This is the error that a rank has reported. If no rank has reported one, it is a `RankFailedError`
-        with the number of the rank that has ended, or with ``error`` if no rank has ended.
+        This is the error that a rank has reported. If no rank has reported an error, it is a
+        `RankFailedError` that contains the number of the rank that has ended, or ``error`` if no rank has
+        ended.
         """
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         while not self._exit_statuses and time.monotonic() < deadline:

@@ -4,7 +4,7 @@ The life of a context in a cache::
 
     claim -> reserve -> (forward) -> commit -> reserve -> ... -> release
       |         |                      |                           |
-      |         |                      |                           +- computed full blocks stay cached
+      |         |                      |                           +- full blocks stay in the prefix cache
       |         |                      +- full blocks become shareable; blocks before windows are freed
       |         +- allocates blocks for the rows of the next step
       +- assigns a slot and the cached blocks of the prefix
@@ -270,7 +270,10 @@ class NullKVCache:
 
 
 def restart(kv: KVCache, context: InputContext) -> None:
-    """Make the next steps recompute all tokens of a context that was preempted or whose keys are stale."""
+    """Release and reset a context that is preempted or stale, so that later steps compute its tokens again.
+
+    Tokens of a cached prefix are not computed again.
+    """
     kv.release(context)
     context.reset()
     context.set_token_indices(active_idx=context.end_idx)  # chunked prefill sets an earlier index

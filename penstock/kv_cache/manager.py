@@ -126,11 +126,11 @@ class KVCacheManager(PrefixCacheControls):
             digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, max_cached)]
         num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
-            first = group.first_visible(len(digests) * self.block_size) // self.block_size
-            cached_blocks = [pool.lookup(digest) for digest in digests[first:]]
+            first_block = group.first_visible(len(digests) * self.block_size) // self.block_size
+            cached_blocks = [pool.lookup(digest) for digest in digests[first_block:]]
             num_shared = sum(block is not None and pool.num_references(block) > 0 for block in cached_blocks)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
-            if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
+            if pool.num_free < min(max_blocks, num_needed - first_block - num_shared) + headroom:
                 return False
         return True
 
@@ -171,8 +171,10 @@ class KVCacheManager(PrefixCacheControls):
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
-        length_left = None if self.max_length is None else self.max_length - length
-        return min((n for n in (length_left, self.spec.steps_left(length)) if n is not None), default=None)
+        num_tokens_left = None if self.max_length is None else self.max_length - length
+        return min(
+            (n for n in (num_tokens_left, self.spec.steps_left(length)) if n is not None), default=None
+        )
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)
@@ -183,12 +185,14 @@ class KVCacheManager(PrefixCacheControls):
         if self._states is not None and sequence.state is not None:
             self._states.commit(sequence.state, context.start_idx, sequence.digests)
         for index, group in self._window_groups:
-            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_committed)
-            if first > sequence.num_dropped[index]:
-                row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
+            first_block = min(
+                group.first_visible(context.start_idx) // self.block_size, sequence.num_committed
+            )
+            if first_block > sequence.num_dropped[index]:
+                row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first_block]
                 self._pools[index].release(row.tolist())
                 row[:] = NULL_BLOCK
-                sequence.num_dropped[index] = first
+                sequence.num_dropped[index] = first_block
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
         assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
@@ -344,11 +348,11 @@ class KVCacheManager(PrefixCacheControls):
             self._states.restore(sequence.state, chain.digests[:num_cached])
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
-            first = group.first_visible(num_cached * self.block_size) // self.block_size
-            blocks = [pool.registered_block(digest) for digest in chain.digests[first:num_cached]]
+            first_block = group.first_visible(num_cached * self.block_size) // self.block_size
+            blocks = [pool.registered_block(digest) for digest in chain.digests[first_block:num_cached]]
             pool.retain(blocks)
-            self._tables.row(index, sequence.slot)[first:num_cached] = blocks
-            sequence.num_dropped[index] = first
+            self._tables.row(index, sequence.slot)[first_block:num_cached] = blocks
+            sequence.num_dropped[index] = first_block
         sequence.root, sequence.digests = chain.root, chain.digests[:num_cached]
         sequence.num_committed = sequence.num_blocks = num_cached
         sequence.in_flight = chain.digests[num_cached:][::-1]
@@ -400,8 +404,8 @@ class KVCacheManager(PrefixCacheControls):
         num_blocks = min(context.start_idx, context.committed_idx) // self.block_size
         num_blocks = context.boundary_before(num_blocks * self.block_size) // self.block_size
         for index, group in self._window_groups:
-            first = group.first_visible(num_blocks * self.block_size) // self.block_size
-            if first < sequence.num_dropped[index]:
+            first_block = group.first_visible(num_blocks * self.block_size) // self.block_size
+            if first_block < sequence.num_dropped[index]:
                 num_blocks = 0  # needed blocks were freed: compute all tokens again
         if self._states is not None and sequence.state is not None:
             self._states.release(sequence.state)

@@ -39,7 +39,7 @@ class CachePrefault:
         block_bytes = sum(tensor[:, 0].nbytes for tensor in tensors)
         self._num_ahead = max(PREFAULT_BYTES // max(block_bytes, 1), 1)
         self._num_populated = [0] * len(pools)
-        self._pending: deque[tuple[int, int, int]] = deque()  # layer, first block, end
+        self._pending: deque[tuple[int, int, int]] = deque()  # layer, first block, end block
         self._is_stopped = any(tensor.device.type != "cpu" for tensor in tensors)
 
     def populate_next(self) -> bool:
@@ -72,8 +72,10 @@ class CachePrefault:
         for index, pool in enumerate(self._pools):
             if self._num_populated[index] - pool.num_ever_used > self._num_ahead // 2:
                 continue
-            first = max(self._num_populated[index], pool.num_ever_used)
-            end = min(pool.num_ever_used + self._num_ahead, pool.num_blocks + 1)
-            if first < end:
-                self._num_populated[index] = end
-                self._pending.extend((layer, first, end) for layer in self._spec.groups[index].layers)
+            first_block = max(self._num_populated[index], pool.num_ever_used)
+            end_block = min(pool.num_ever_used + self._num_ahead, pool.num_blocks + 1)
+            if first_block < end_block:
+                self._num_populated[index] = end_block
+                self._pending.extend(
+                    (layer, first_block, end_block) for layer in self._spec.groups[index].layers
+                )

@@ -224,8 +224,8 @@ class PrefixIndex:
     def _last_missing_block(self, chain: DigestChain, num_cached: int) -> int | None:
         """Return the last block before ``num_cached`` that a window needs and that is not cached, or None."""
         for pool, group in self._window_pools:
-            first = group.first_visible(num_cached * self._block_size) // self._block_size
-            for block in range(num_cached - 1, first - 1, -1):
+            first_block = group.first_visible(num_cached * self._block_size) // self._block_size
+            for block in range(num_cached - 1, first_block - 1, -1):
                 if pool.lookup(chain.digests[block]) is None:
                     return block
         return None

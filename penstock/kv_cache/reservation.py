@@ -1,8 +1,8 @@
 """Computes the number of decode steps of a batch, and reserves their cache blocks.
 
-Only `reserve_steps` decides how many steps a batch runs. The scheduler calls `reserve_steps` while it builds
-a batch, and passes a `ReservedBatch` to the pipeline. For a batch that is no `ReservedBatch`, the pipeline
-calls `reserve_steps`.
+`reserve_steps` determines how many steps a batch runs, up to the requested number. The scheduler calls
+`reserve_steps` while it builds a batch, and passes a `ReservedBatch` to the pipeline. For a batch that is not
+a `ReservedBatch`, the pipeline calls `reserve_steps`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class SequenceStates:
         states: Sequence[SequenceState],
         starts: Sequence[int],
         ends: Sequence[int],
-        digests: Sequence[Callable[[int], bytes | None]],
+        digest_functions: Sequence[Callable[[int], bytes | None]],
     ) -> StateInputs:
         """Return the states of a batch for its next step, and reserve space for the states that it saves.
 
@@ -81,15 +81,15 @@ class SequenceStates:
             states: the states of the sequences.
             starts: position of each sequence's first token in this step.
             ends: position after each sequence's last token in this step.
-            digests: for each sequence a function that returns the digest of the last of its first n blocks,
-                or None if the digest is unknown or the blocks must not be shared.
+            digest_functions: for each sequence, a function that returns the digest of the last of the first n
+                blocks, or None if the digest is unknown or the blocks must not be shared.
         """
         saves = []
-        for state, start, end, digest in zip(states, starts, ends, digests, strict=True):
+        for state, start, end, digest_of in zip(states, starts, ends, digest_functions, strict=True):
             # A pending state after `start` belongs to a failed step: running steps end at `start` or before.
             self._release(state, [pair for pair in state.pending if pair[0] * self._block_size > start])
             state.length = end  # if the step fails, this differs from the position of the context
-            saves.append(self._plan_saves(state, start, end, digest))
+            saves.append(self._plan_saves(state, start, end, digest_of))
         return self._tensors.inputs([state.slot for state in states], saves)
 
     def commit(self, state: SequenceState, length: int, digests: Sequence[bytes]) -> None:
@@ -133,7 +133,7 @@ class SequenceStates:
             state.pending.remove(pair)
 
     def _plan_saves(
-        self, state: SequenceState, start: int, end: int, digest: Callable[[int], bytes | None]
+        self, state: SequenceState, start: int, end: int, digest_of: Callable[[int], bytes | None]
     ) -> list[tuple[int, int]]:
         """Reserve indices for the states that a step of the positions ``start .. end - 1`` saves.
 
@@ -149,7 +149,10 @@ class SequenceStates:
         pairs = []
         for num_blocks in sorted({end // self._block_size, state.num_cached_at_claim}):
             position = num_blocks * self._block_size
-            if not start < position <= end or (key := digest(num_blocks)) is None or key in self.saved:
+            if not start < position <= end:
+                continue
+            digest = digest_of(num_blocks)
+            if digest is None or digest in self.saved:
                 continue
             if (index := self.saved.reserve()) is not None:
                 state.pending.append((num_blocks, index))

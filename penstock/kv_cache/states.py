@@ -35,9 +35,9 @@ class RecurrentStates:
 
     def __init__(self, spec: StateSpec, num_states: int, num_saved: int, device: torch.device) -> None:
         self._device = device
-        total = num_states + num_saved
-        inputs_shape = (total, spec.kernel - 1, spec.channels)
-        recurrent_shape = (total, spec.heads, spec.key_dim, spec.value_dim)
+        num_total = num_states + num_saved
+        inputs_shape = (num_total, spec.kernel - 1, spec.channels)
+        recurrent_shape = (num_total, spec.heads, spec.key_dim, spec.value_dim)
         self._layers = tuple(
             (
                 zeros(inputs_shape, spec.dtype.to_torch(), device),

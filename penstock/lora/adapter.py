@@ -245,7 +245,7 @@ def _refuse_unknown_layers(folder: Path, names: Sequence[str], layers: Sequence[
 def _check_copies(
     folder: Path, weights: Weights, names: Sequence[str], layers: Layers, base: Weights, parts: Parts
 ) -> None:
-    """Check that copies of the base model's tensors equal them.
+    """Check that the copies in an adapter's file equal the tensors of the base model.
 
     If an adapter changes the head or the embedding, PEFT saves copies of both in the adapter's file.
     """

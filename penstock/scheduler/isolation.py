@@ -37,7 +37,7 @@ _MAX_FAULTS = 8
 
 
 class Isolation(Generic[ContextT, OutputT]):
-    """Runs batches of a pipeline and ends only the contexts that make a batch fail.
+    """Runs batches of a pipeline, and finds the contexts that make a batch fail.
 
     When ``pipeline.execute`` raises, the contexts must be unchanged.
 

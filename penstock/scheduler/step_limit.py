@@ -91,41 +91,43 @@ class StepLimit:
         """Update the estimate with the duration of a step."""
         self._step_time.record(num_rows, seconds)
 
-    def select(self, decoding: list[Entry[ContextT]], num_steps: int) -> tuple[list[Entry[ContextT]], int]:
-        """Return the entries of ``decoding`` that run in the next call, in order, and the number of steps.
+    def select(
+        self, decoding_entries: list[Entry[ContextT]], num_steps: int
+    ) -> tuple[list[Entry[ContextT]], int]:
+        """Select the entries that decode in the next call. Return them in order, and the number of steps.
 
         Args:
-            decoding: all entries that decode, in order.
+            decoding_entries: all entries that decode, in order.
             num_steps: the requested number of steps.
         """
         fixed_seconds, seconds_per_row = self._step_time.fixed_seconds, self._step_time.seconds_per_row
-        counts = Counter(entry.client_id for entry in decoding)
+        counts = Counter(entry.client_id for entry in decoding_entries)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
         if fixed_seconds is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:
             max_seconds = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed_seconds)
-            if fixed_seconds + seconds_per_row * len(decoding) > max_seconds:
-                decoding = _least_recently_selected(
-                    decoding, counts, int((max_seconds - fixed_seconds) / seconds_per_row)
+            if fixed_seconds + seconds_per_row * len(decoding_entries) > max_seconds:
+                decoding_entries = _least_recently_selected(
+                    decoding_entries, counts, int((max_seconds - fixed_seconds) / seconds_per_row)
                 )
-            step_seconds = fixed_seconds + seconds_per_row * len(decoding)
+            step_seconds = fixed_seconds + seconds_per_row * len(decoding_entries)
             if num_steps * step_seconds > max_seconds:
                 num_steps = max(1, int(max_seconds / step_seconds))
         self._num_selections += 1
-        for entry in decoding:
+        for entry in decoding_entries:
             entry.last_selection = self._num_selections
-        return decoding, num_steps
+        return decoding_entries, num_steps
 
 
 def _least_recently_selected(
-    decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
+    decoding_entries: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` entries, those selected longest ago, in the order of ``decoding``.
+    """Return about ``num_rows`` entries, those selected longest ago, in the order of ``decoding_entries``.
 
     Clients get equal shares, but at least `_MIN_ROWS` rows. Rows that a client with few entries does not use
     go to other clients.
 
     Args:
-        decoding: the entries.
+        decoding_entries: the entries.
         counts: the number of entries of each client.
         num_rows: the approximate number of entries to return.
     """
@@ -134,8 +136,8 @@ def _least_recently_selected(
         rows_by_client[client_id] = min(count, max(num_rows // (len(counts) - number), _MIN_ROWS))
         num_rows = max(num_rows - rows_by_client[client_id], 0)
     selected_ids = set()
-    for entry in sorted(decoding, key=lambda entry: entry.last_selection):
+    for entry in sorted(decoding_entries, key=lambda entry: entry.last_selection):
         if rows_by_client[entry.client_id]:
             rows_by_client[entry.client_id] -= 1
             selected_ids.add(entry.request_id)
-    return [entry for entry in decoding if entry.request_id in selected_ids]
+    return [entry for entry in decoding_entries if entry.request_id in selected_ids]

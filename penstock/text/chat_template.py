@@ -139,7 +139,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template renders a list with one text part exactly as the same text as a string."""
+        """Whether the template renders a list with one text part in the same way as this text as a string."""
         part = {"type": "text", "text": "Dear reader"}
         try:
             text_without_parts = self.render([{"role": "user", "content": part["text"]}])

@@ -86,7 +86,7 @@ class Detokenizer:
         return self._record("".join([self._append_token(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
-        """Return the text that was held back; "" after a stop string.
+        """End the output, and return the text that was held back; "" after a stop string.
 
         An incomplete character becomes U+FFFD, as in a full decode.
         """
@@ -144,7 +144,7 @@ class Detokenizer:
 
 
 class _IncrementalDecoder:
-    """Converts tokens to final text. The time per token does not grow with the text.
+    """Converts tokens to final text. The time per token does not depend on the length of the text.
 
     The text of a token depends on adjacent tokens: decoders strip the leading space of the first token, and
     several byte tokens can be one character. Therefore a window of tokens is decoded. It contains the tokens

@@ -81,8 +81,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         Raises:
             PromptTooLongError: the input exceeds the maximum length or ``max_tokens``, without ``truncate``.
             InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
-            UnsupportedFeatureError: the request has an instruction, but no ``text_pair``, or the model has no
-                `pair_template`.
+            UnsupportedFeatureError: the request has an instruction, and either it has no ``text_pair`` or the
+                model has no `pair_template`.
         """
         return self._build_embeddings_context(request, None)
 
@@ -141,7 +141,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         if request.instruction is not None and template is None:
             raise UnsupportedFeatureError(
                 "instruction",
-                "this model has no template with an instruction: give the instruction as prompt",
+                "there is no template with an instruction for this input: give the instruction as prompt",
             )
         task = self._task(request)
         prompt = self._prompt_text(request, task)
@@ -163,7 +163,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
                 raise InputError(
-                    "a prompt needs a text as input, not token ids: put the prompt's token ids before them"
+                    "a prompt needs a text as input, not token ids: put the prompt's token ids before the "
+                    "token ids of the input"
                 )
             if request.truncate and max_input_tokens is not None:
                 tokens = self._truncate(tokens, max_input_tokens)
@@ -254,8 +255,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             num_special = self.backend.num_special_tokens_to_add(text_pair is not None)
             if max_tokens <= num_special:
                 raise InputError(
-                    f"cannot cut the input to {max_tokens} tokens: the tokenizer adds {num_special} tokens: "
-                    f"raise max_tokens to {num_special + 1} or more"
+                    f"cannot cut the input to {max_tokens} tokens, because the tokenizer adds {num_special} "
+                    f"special tokens: raise max_tokens to {num_special + 1} or more"
                 )
         first_text = valid_unicode(texts[0])
         return first_text if text_pair is None else (first_text, valid_unicode(texts[1]))

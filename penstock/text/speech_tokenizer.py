@@ -78,7 +78,7 @@ class SpeechTokenizer(TextTokenizer):
     Raises:
         CheckpointError: the checkpoint is not recognized as a speech model, lacks tokens of its format, or
             has a damaged file.
-        ConfigError: the format is unknown, or ``chat_template`` is not a template.
+        ConfigError: the format is unknown, or ``chat_template`` cannot be read or is not a template.
         MissingDependencyError: see `TextTokenizer`.
     """
 

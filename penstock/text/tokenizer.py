@@ -61,9 +61,10 @@ class TextTokenizer:
 
     Args:
         checkpoint: a folder with ``tokenizer.json`` or with an older tokenizer that transformers can
-            convert, or the result of `read_tokenizer_files`.
+            convert, a GGUF file, or the result of `read_tokenizer_files`.
         max_length: maximum number of tokens of prompt and output together. None uses the checkpoint's limit.
-        chat_template: a Jinja or JSON file (``chat_template``) that replaces the checkpoint's template.
+        chat_template: a Jinja file, or a JSON file with the key ``chat_template``, that replaces the
+            checkpoint's templates.
         eos_token_ids: ids that end an output, in addition to the ids in the checkpoint's files.
         special_tokens_in_content: whether special tokens (``<|im_end|>``) in the content of user and tool
             messages are encoded as these tokens. By default they are encoded as text, so that a message
@@ -71,7 +72,7 @@ class TextTokenizer:
 
     Raises:
         CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
-        ConfigError: ``chat_template`` is not a template.
+        ConfigError: ``chat_template`` cannot be read or is not a template.
         MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
 
@@ -129,7 +130,7 @@ class TextTokenizer:
         """A new set of all tokens that end an output, from the files and the argument ``eos_token_ids``."""
         return set(self._eos_token_ids)
 
-    expects_content_wrapping = False  # text parts of messages have the form {"type": "text", "text": ...}
+    expects_content_wrapping = False  # text parts of messages have the key ``text``, not ``content``
     reads_images = False
     """Whether requests may have images."""
 
@@ -173,6 +174,10 @@ class TextTokenizer:
         - Tokens that the context has not generated are decoded as a separate text (see `context_decoding`).
 
         The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` needs no context.
+
+        Raises:
+            UnknownParameterError: another keyword argument is passed.
+            InputError: an element is not an integer from 0 to 2**32 - 1.
         """
         skip_special_tokens = kwargs.pop("skip_special_tokens", True)
         if kwargs:

@@ -20,7 +20,7 @@ from penstock.weights.gguf_config import gguf_config
 from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
+_SLOW_TOKENIZER_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
 _NO_LIMIT = 10**9  # a model_max_length from this value on means no limit; transformers writes 10**30
 
 
@@ -125,7 +125,7 @@ def _load_fast(path: Path) -> Tokenizer:
 
 
 def _convert_slow(checkpoint: Path) -> Tokenizer:
-    if not any((checkpoint / name).is_file() for name in _SLOW_TOKENIZERS):
+    if not any((checkpoint / name).is_file() for name in _SLOW_TOKENIZER_FILES):
         raise CheckpointError(checkpoint, "has no tokenizer.json, and no older tokenizer to convert")
     try:
         from transformers import AutoTokenizer
@@ -170,21 +170,21 @@ def _add_missing_tokens(
 ) -> None:
     """Add the tokens of ``settings`` that the tokenizer lacks, and mark the special tokens as special."""
     added_tokens = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
-    for _, entry in sorted(added_tokens.items(), key=lambda item: int(item[0])):
+    for _, token in sorted(added_tokens.items(), key=lambda item: int(item[0])):
         flags = {
-            name: bool(entry.get(name))
+            name: bool(token.get(name))
             for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
-        tokenizer.add_tokens([AddedToken(str(entry["content"]), **flags)])
+        tokenizer.add_tokens([AddedToken(str(token["content"]), **flags)])
     token_lists = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
-    names = [
+    configured_tokens = [
         *special_tokens.values(),
         *(token for tokens in token_lists if isinstance(tokens, list) for token in tokens),
     ]
     special_texts = {
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     }
-    texts = [name["content"] if isinstance(name, dict) else name for name in names]
+    texts = [token["content"] if isinstance(token, dict) else token for token in configured_tokens]
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in texts if text not in special_texts]
     )

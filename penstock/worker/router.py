@@ -119,9 +119,13 @@ class WorkerRouter:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Name -> path of the LoRA adapters that all workers have loaded."""
-        adapters = [worker.adapters for worker in self._workers]
-        return {name: path for name, path in adapters[0].items() if all(name in names for names in adapters)}
+        """Name -> path in the first worker, for the LoRA adapters that all workers have loaded."""
+        first_adapters, *other_adapters = [worker.adapters for worker in self._workers]
+        return {
+            name: path
+            for name, path in first_adapters.items()
+            if all(name in adapters for adapters in other_adapters)
+        }
 
     @property
     def num_outstanding(self) -> int:
@@ -336,7 +340,7 @@ class WorkerRouter:
         """
         self._check_not_reloading()
         if self.state == "asleep":
-            raise UnavailableError("the model is asleep: waking it up also loads it again", retry_after=1)
+            raise UnavailableError("the model is asleep: send POST /wake_up, then try again", retry_after=1)
         self._is_reloading = True
         try:
             for number in range(len(self._workers)):

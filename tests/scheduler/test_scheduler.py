@@ -548,7 +548,7 @@ def test_an_id_in_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_batch_input_tokens", "min_chunk_size"])
-def test_limits_are_at_least_one(name: str) -> None:
+def test_limits_below_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be at least 1, was 0"):
         SchedulerRun(**{name: 0})
 

@@ -122,7 +122,7 @@ def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None
         "an earlier request with truncation has no effect"
     )
     with pytest.raises(
-        InputError, match="cut the input to 2 tokens: the tokenizer adds 2 tokens: raise max_tokens"
+        InputError, match="because the tokenizer adds 2 special tokens: raise max_tokens to 3"
     ):
         build_context(tokenizer, text, truncate=True, max_tokens=2)
     with pytest.raises(InputError, match="max_tokens must be at least 1, was 0"):

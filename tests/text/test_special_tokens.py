@@ -419,7 +419,7 @@ def _check_published_template(path: Path) -> int:
 
 
 @pytest.mark.parametrize("allows_special_tokens", [False, True])
-def test_the_setting_applies_to_the_loaded_tokenizer(allows_special_tokens: bool) -> None:
+def test_the_special_tokens_setting_applies_to_the_loaded_tokenizer(allows_special_tokens: bool) -> None:
     config = PipelineConfig.from_flat({"special_tokens_in_content": allows_special_tokens})
     tokenizer = load_tokenizer(config)
     spelling = tokenizer.special_tokens["eos_token"]
