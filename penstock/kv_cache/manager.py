@@ -263,7 +263,9 @@ class KVCacheManager(PrefixCacheControls):
         starts: Sequence[int] | None = None,  # [B]
         counts: Sequence[int] | None = None,  # [B]
     ) -> KVCacheInputs:
-        """Return the attention inputs of a batch whose blocks are reserved. Plans the states to save.
+        """Return the attention inputs of a batch whose blocks are reserved.
+
+        For a model with recurrent states, also reserve space for the states that the step saves.
 
         Args:
             contexts: the batch.
@@ -377,7 +379,7 @@ class KVCacheManager(PrefixCacheControls):
     ) -> StateInputs | None:
         """Return the recurrent states of a batch; None for a model without such states.
 
-        Plans the states that the step saves.
+        Also reserve space for the states that the step saves.
         """
         if self._states is None:
             return None

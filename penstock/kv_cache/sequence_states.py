@@ -58,7 +58,7 @@ class SequenceStates:
             raise InsufficientStatesError(self._num_states)
 
     def restore(self, state: SequenceState, digests: Sequence[bytes]) -> None:
-        """Copy the state that was saved after the blocks with these digests. Does nothing without digests."""
+        """Copy the state that was saved after these blocks to a sequence. Does nothing without digests."""
         if digests:
             self._tensors.copy(self.saved.find(digests[-1]), state.slot)
             state.length = len(digests) * self._block_size

@@ -83,7 +83,7 @@ class RecurrentStates:
 
 
 class SavedStates:
-    """The saved states by the digest of the last block before their position, least recently used first.
+    """An LRU index of the saved states, by the digest of the last block before the state's position.
 
     Args:
         indices: the indices of the states in `RecurrentStates`.

@@ -35,7 +35,7 @@ _UNSUPPORTED_KINDS = {
 """Maps a part of a tensor name to the unsupported kind of adapter that has such tensors."""
 
 Rename = Callable[[str], str | None]
-"""Maps the name of a tensor in PEFT's model to its name in the base model."""
+"""Maps a tensor name of PEFT's model to the name in the base model, or to None if there is none."""
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]

@@ -38,7 +38,8 @@ class LoRAManager:
 
     The name of a request's adapter is resolved once, at first use. The request uses the content of this
     adapter until its release, even if the name is unloaded or loaded again. The digest of the content is
-    hashed into the digests of the request's KV blocks, so requests with different contents never share them.
+    hashed into the digests of the request's KV blocks, so requests with different contents never share
+    blocks.
 
     Any thread may call `load`, `unload` and `names`. `load` first checks the adapter and then changes the
     state in one assignment. All other methods may be called only by the thread that runs the steps.

@@ -33,7 +33,7 @@ FAULT_MESSAGE = "the request ended because of an internal error; the server's lo
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""The search stops when this number of contexts have failed since a part of a batch last ran."""
+"""The search stops after this number of internal errors since a part of a batch last ran."""
 
 
 class Isolation(Generic[ContextT, OutputT]):

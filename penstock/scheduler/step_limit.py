@@ -19,7 +19,7 @@ _SHORT_SECONDS = 0.005
 """Duration in seconds up to which a step is never limited."""
 
 _MAX_FIXED_MULTIPLE = 2
-"""Maximum duration of a limited step, as a multiple of `StepTime.fixed_seconds`."""
+"""Maximum duration of a limited step above `_SHORT_SECONDS`, as a multiple of `StepTime.fixed_seconds`."""
 
 _MIN_ROWS = 8
 """Minimum number of decode rows per client in a limited step. A step with eight rows takes about as long as a

@@ -224,7 +224,7 @@ class _IncrementalDecoder:
         return new_text
 
     def _shrink(self, num_tokens: int, num_open_characters: int = 0) -> None:
-        """Keep the last ``num_tokens`` of the window. ``num_open_characters`` at its end are not returned."""
+        """Keep the last ``num_tokens``, whose last ``num_open_characters`` have not been returned yet."""
         del self._window[:-num_tokens]
         self._num_returned = len(self._decode()) - num_open_characters
 

@@ -56,7 +56,7 @@ class WorkerLoads:
         self.costs.append(0)
 
     def clear(self, worker: int) -> None:
-        """Remove all requests of a worker. The caller must not call `start` or `end` for these requests."""
+        """Remove all requests of a worker. `start` and `end` must not be called for them afterwards."""
         self.num_requests[worker] = self.costs[worker] = 0
 
     def add(self, worker: int, num_tokens: int) -> RequestLoad:
