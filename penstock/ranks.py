@@ -49,12 +49,12 @@ def load_on_ranks(
         timeout=config.parallel.collective_timeout,
         by_expert=config.parallel.expert_parallel,
         shares_memory=config.parallel.collective_transport != "torch",
-        cores=tuple(share.processors for share in shares),
+        processors=tuple(share.processors for share in shares),
     )
     processes = RankProcesses(settings, partial(run_rank, config, resolve))
     try:
-        if settings.cores:
-            pin(settings.cores[0])
+        if settings.processors:
+            pin(settings.processors[0])
         pipeline = task.load_factory()(replace(pipeline_inputs, ranks=processes.join()))
         processes.wait_for("loaded")
     except BaseException:

@@ -1,9 +1,9 @@
 """`RankProcesses`: starts and monitors the processes of all ranks except rank 0.
 
 Rank 0 is the process that loads the model: a worker, or a program that uses the library. Rank 0 starts one
-process per further rank and has a connection to each. A further rank exits when rank 0 closes this connection
-or ends. For each process, rank 0 has a thread. If the process ends before `RankProcesses.close`, the thread
-makes the collectives in shared memory fail on all ranks.
+process for each other rank and has a connection to each process. A process exits when rank 0 closes this
+connection or ends. For each process, rank 0 has a thread. If the process ends before `RankProcesses.close`,
+the thread makes the collectives in shared memory fail on all ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RankSettings:
     """Whether each rank has whole experts, instead of a part of each expert."""
     shares_memory: bool = True
     """Whether ranks on CPUs exchange tensors in shared memory instead of over gloo."""
-    cores: tuple[tuple[int, ...], ...] = ()
+    processors: tuple[tuple[int, ...], ...] = ()
     """The ids of the processors to which each rank is bound; empty for no binding."""
 
 
@@ -231,8 +231,9 @@ class RankProcesses:
     def _diagnose(self, error: Exception) -> PenstockError:
         """Return the error that explains a failed collective, or the end of a rank.
 
-        This is the error that a rank has reported. If no rank has reported one, it is a `RankFailedError`
-        with the number of the rank that has ended, or with ``error`` if no rank has ended.
+        This is the error that a rank has reported. If no rank has reported an error, it is a
+        `RankFailedError` that contains the number of the rank that has ended, or ``error`` if no rank has
+        ended.
         """
         deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT
         while not self._exit_statuses and time.monotonic() < deadline:
@@ -264,8 +265,8 @@ def main() -> None:
     store = _open_store(launch.store_folder, settings.world_size)
     ranks: Ranks | None = None
     try:
-        if settings.cores:
-            pin(settings.cores[rank])
+        if settings.processors:
+            pin(settings.processors[rank])
         store.set(f"started/{rank}", "1")
         store.wait(["started/0"], timedelta(seconds=START_TIMEOUT))
         ranks = Ranks(
@@ -320,12 +321,10 @@ def _open_store(folder: str, world_size: int) -> Store:
 
 def _create_region(settings: RankSettings) -> int | None:
     """Return the file descriptor of new shared memory; None if the ranks use torch.distributed only."""
-    on_host = all(device.type == "cpu" for device in settings.devices)
-    return (
-        SharedRegion.create(settings.world_size, settings.timeout)
-        if on_host and settings.shares_memory
-        else None
-    )
+    are_all_cpus = all(device.type == "cpu" for device in settings.devices)
+    if not are_all_cpus or not settings.shares_memory:
+        return None
+    return SharedRegion.create(settings.world_size, settings.timeout)
 
 
 def _describe_exit(status: int) -> str:

@@ -155,7 +155,7 @@ class Ranks:
         except (RankFailedError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            # If an earlier collective failed, check() raises the failure of this collective instead.
+            # If a collective has failed, check() raises the error of that failure instead.
             self.check()
             self.caused_failure = True
             self._failure = RankFailedError(

@@ -3,7 +3,7 @@
 ::
 
     header   64 bytes   abort flag, time limit in ns, bytes of a buffer, number of ranks
-    control  per rank   64 bytes: number of its last message, number of ranks that sleep until the next one
+    control  per rank   64 bytes: number of its last message, number of ranks that sleep until its next
     buffers  per rank   two buffers of `BUFFER_SIZE` bytes, for messages with even and with odd numbers
 
 ``csrc/collectives.inl`` describes the protocol.

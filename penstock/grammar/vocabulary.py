@@ -10,7 +10,7 @@ from typing import NotRequired, Required, TypedDict
 from tokenizers import Tokenizer
 
 from penstock.errors import UnsupportedFeatureError
-from penstock.text.token_bytes import BYTE_LEVEL
+from penstock.text.token_bytes import BYTE_OF_CHARACTER
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -83,7 +83,7 @@ def _decoders(component: _Component | None) -> list[_Component]:
 
 def _read_byte_level(token: str) -> bytes:
     try:
-        return bytes(BYTE_LEVEL[character] for character in token)
+        return bytes(BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:  # a character outside the byte alphabet: decoders return the token as text
         return token.encode()
 

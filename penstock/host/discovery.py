@@ -14,7 +14,7 @@ from types import ModuleType
 def modules_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleType]:
     """Import and yield the modules and subpackages of a package and of further folders.
 
-    Those whose names begin with an underscore are left out.
+    Modules whose names begin with an underscore are left out.
 
     Args:
         package: name of the package.

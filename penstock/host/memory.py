@@ -123,7 +123,7 @@ class PrefaultedBuffer:
         return max(self._num_touched - self._num_allocated, 0)
 
     def allocate(self, num_bytes: int) -> Bytes | None:
-        """Return the next ``num_bytes`` bytes, aligned to a cache line, or None if fewer remain.
+        """Allocate the next ``num_bytes`` bytes, aligned to a cache line. Return None if fewer remain.
 
         The first call stops the prefaulting thread, so that the packing of weights can use all cores. The
         returned bytes may therefore be prefaulted only in part.

@@ -109,7 +109,7 @@ class BlockPool:
         return self._blocks_by_digest.get(digest)
 
     def registered_block(self, digest: bytes) -> int:
-        """Return the block that is registered under a digest. There must be one."""
+        """Return the block that is registered under a digest. Raises KeyError if there is none."""
         return self._blocks_by_digest[digest]
 
     def retain(self, blocks: Iterable[int]) -> None:

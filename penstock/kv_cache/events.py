@@ -31,6 +31,6 @@ class CacheEventLog:
         self._events = [BlocksCleared()]
 
     def take(self) -> list[CacheEvent]:
-        """Return the events since the last call."""
+        """Remove and return all collected events."""
         events, self._events = self._events, []
         return events

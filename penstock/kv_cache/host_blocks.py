@@ -16,7 +16,7 @@ from penstock.kv_cache.storage import KVCacheStorage
 class HostBlocks:
     """Stores blocks that the pools evict, and moves them back into free blocks of the device.
 
-    If the host memory is full, a new block replaces the block with the oldest eviction. On a GPU, copies use
+    If the host memory is full, a new block replaces the block that was evicted first. On a GPU, copies use
     pinned memory and are queued on the stream of the kernels, so that a block is saved before a later step
     overwrites it.
 
@@ -59,7 +59,7 @@ class HostBlocks:
 
         The method stops at the first block that a group has neither on the device nor in host memory, or for
         which a group has no free block on the device. Moved blocks become cached blocks of the device.
-        Nothing is moved unless the first block after the prefix is in host memory in all groups.
+        Nothing is moved unless all groups have the first block after the prefix in host memory.
 
         Args:
             digests: the digests of a context's blocks, up to the last block that the context may use.

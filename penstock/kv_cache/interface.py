@@ -4,7 +4,7 @@ The life of a context in a cache::
 
     claim -> reserve -> (forward) -> commit -> reserve -> ... -> release
       |         |                      |                           |
-      |         |                      |                           +- full blocks stay cached
+      |         |                      |                           +- full blocks stay in the prefix cache
       |         |                      +- full blocks become shareable; blocks before windows are freed
       |         +- allocates blocks for the rows of the next step
       +- assigns a slot and the cached blocks of the prefix
@@ -30,12 +30,12 @@ class KVCache(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of a group of layers, in the group with the fewest."""
+        """The number of blocks of the group of layers with the fewest blocks."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that can be allocated now, in the group of layers with the fewest of them."""
+        """The number of blocks that can be allocated now, in the group with the fewest such blocks."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class KVCache(Protocol):
         ...
 
     def claim(self, context: InputContext) -> None:
-        """Assign a slot and the cached blocks of its prefix to a context. Does nothing if it is claimed.
+        """Assign to a context a slot and the cached blocks of its prefix. Does nothing for a claimed context.
 
         ``start_idx`` moves to the end of the cached prefix. The cached prefix consists of full blocks. It
         never includes the last active token, whose logits are needed. If the context has no generated tokens,
@@ -111,14 +111,16 @@ class KVCache(Protocol):
     def commit(self, context: InputContext) -> None:
         """Record that a forward has computed the tokens up to ``start_idx``.
 
-        Other contexts can then find the full blocks. Blocks before the window of a layer are freed.
+        With prefix caching, other contexts can then find the full blocks. Blocks before the window of a layer
+        are freed.
         """
         ...
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
-        """Share the computed blocks of ``parent`` with ``child``.
+        """Commit ``parent``, and share its computed blocks with ``child``.
 
-        The child begins with the computed tokens of the parent, up to the parent's ``start_idx``.
+        The tokens of the child must begin with the computed tokens of the parent, up to the parent's
+        ``start_idx``.
 
         Full blocks are shared, and the last partial block is copied. The ``start_idx`` of the child becomes
         the parent's ``start_idx``.
@@ -177,7 +179,7 @@ class KVCache(Protocol):
         ...
 
     def prefault_next(self) -> bool:
-        """Allocate memory pages for some of the blocks that are used next. An idle worker calls this method.
+        """Allocate memory pages of some blocks that are used next. An idle worker calls this method.
 
         Returns:
             Whether pages may remain to be allocated.
@@ -268,7 +270,10 @@ class NullKVCache:
 
 
 def restart(kv: KVCache, context: InputContext) -> None:
-    """Make the next steps recompute all tokens of a context that was preempted or whose keys are stale."""
+    """Release and reset a context that is preempted or stale, so that later steps compute its tokens again.
+
+    Tokens of a cached prefix are not computed again.
+    """
     kv.release(context)
     context.reset()
-    context.set_token_indices(active_idx=context.end_idx)  # ``active_idx`` may be the end of a chunk
+    context.set_token_indices(active_idx=context.end_idx)  # chunked prefill sets an earlier index

@@ -126,11 +126,11 @@ class KVCacheManager(PrefixCacheControls):
             digests = chain.digests[: self._prefixes.num_usable_blocks(context, chain, max_cached)]
         num_needed = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
-            first = group.first_visible(len(digests) * self.block_size) // self.block_size
-            cached_blocks = [pool.lookup(digest) for digest in digests[first:]]
+            first_block = group.first_visible(len(digests) * self.block_size) // self.block_size
+            cached_blocks = [pool.lookup(digest) for digest in digests[first_block:]]
             num_shared = sum(block is not None and pool.num_references(block) > 0 for block in cached_blocks)
             max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
-            if pool.num_free < min(max_blocks, num_needed - first - num_shared) + headroom:
+            if pool.num_free < min(max_blocks, num_needed - first_block - num_shared) + headroom:
                 return False
         return True
 
@@ -154,14 +154,14 @@ class KVCacheManager(PrefixCacheControls):
         end = context.active_idx + lookahead
         if end <= sequence.num_blocks * self.block_size:
             return
-        length = -(-end // self.block_size)
-        num_missing = length - sequence.num_blocks
+        num_blocks = -(-end // self.block_size)
+        num_missing = num_blocks - sequence.num_blocks
         self._check_num_free(num_missing)
-        self._tables.grow(length=length)
+        self._tables.grow(length=num_blocks)
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)
-            row[sequence.num_blocks : length] = pool.allocate(num_missing)
-        sequence.num_blocks = length
+            row[sequence.num_blocks : num_blocks] = pool.allocate(num_missing)
+        sequence.num_blocks = num_blocks
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
         sequence = self._sequence(context)
@@ -171,8 +171,10 @@ class KVCacheManager(PrefixCacheControls):
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
-        length_left = None if self.max_length is None else self.max_length - length
-        return min((n for n in (length_left, self.spec.steps_left(length)) if n is not None), default=None)
+        num_tokens_left = None if self.max_length is None else self.max_length - length
+        return min(
+            (n for n in (num_tokens_left, self.spec.steps_left(length)) if n is not None), default=None
+        )
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)
@@ -183,12 +185,14 @@ class KVCacheManager(PrefixCacheControls):
         if self._states is not None and sequence.state is not None:
             self._states.commit(sequence.state, context.start_idx, sequence.digests)
         for index, group in self._window_groups:
-            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_committed)
-            if first > sequence.num_dropped[index]:
-                row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first]
+            first_block = min(
+                group.first_visible(context.start_idx) // self.block_size, sequence.num_committed
+            )
+            if first_block > sequence.num_dropped[index]:
+                row = self._tables.row(index, sequence.slot)[sequence.num_dropped[index] : first_block]
                 self._pools[index].release(row.tolist())
                 row[:] = NULL_BLOCK
-                sequence.num_dropped[index] = first
+                sequence.num_dropped[index] = first_block
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
         assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
@@ -260,6 +264,8 @@ class KVCacheManager(PrefixCacheControls):
         counts: Sequence[int] | None = None,  # [B]
     ) -> KVCacheInputs:
         """Return the attention inputs of a batch whose blocks are reserved.
+
+        For a model with recurrent states, also reserve space for the states that the step saves.
 
         Args:
             contexts: the batch.
@@ -339,15 +345,16 @@ class KVCacheManager(PrefixCacheControls):
             self._prefixes.restore(chain, self._max_cached_blocks(context))
             num_cached = self._prefixes.num_usable_blocks(context, chain, self._max_cached_blocks(context))
         if self._states is not None and sequence.state is not None:
-            sequence.state.branch = self._prefixes.num_cached_blocks(chain, self._max_cached_blocks(context))
+            max_cached = self._max_cached_blocks(context)
+            sequence.state.num_cached_at_claim = self._prefixes.num_cached_blocks(chain, max_cached)
             self._states.restore(sequence.state, chain.digests[:num_cached])
         self._tables.grow(length=num_cached)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
-            first = group.first_visible(num_cached * self.block_size) // self.block_size
-            blocks = [pool.registered_block(digest) for digest in chain.digests[first:num_cached]]
+            first_block = group.first_visible(num_cached * self.block_size) // self.block_size
+            blocks = [pool.registered_block(digest) for digest in chain.digests[first_block:num_cached]]
             pool.retain(blocks)
-            self._tables.row(index, sequence.slot)[first:num_cached] = blocks
-            sequence.num_dropped[index] = first
+            self._tables.row(index, sequence.slot)[first_block:num_cached] = blocks
+            sequence.num_dropped[index] = first_block
         sequence.root, sequence.digests = chain.root, chain.digests[:num_cached]
         sequence.num_committed = sequence.num_blocks = num_cached
         sequence.in_flight = chain.digests[num_cached:][::-1]
@@ -370,14 +377,20 @@ class KVCacheManager(PrefixCacheControls):
     def _state_inputs(
         self, sequences: Sequence[CachedSequence], starts: Sequence[int], ends: Sequence[int]
     ) -> StateInputs | None:
-        """Return the recurrent states of a batch; None for a model without such states."""
+        """Return the recurrent states of a batch; None for a model without such states.
+
+        Also reserve space for the states that the step saves.
+        """
         if self._states is None:
             return None
         states = [sequence.state for sequence in sequences if sequence.state is not None]
         return self._states.inputs(states, starts, ends, [sequence.digest for sequence in sequences])
 
     def _is_rolled_back(self, context: InputContext, sequence: CachedSequence) -> bool:
-        """Return whether the next step would write committed blocks or need freed blocks or another state."""
+        """Return whether the next step cannot continue from the cached data.
+
+        It would write committed blocks, need freed blocks, or need the recurrent state of another position.
+        """
         start, num_committed_tokens = context.start_idx, sequence.num_committed * self.block_size
         if start < num_committed_tokens or context.committed_idx < num_committed_tokens:
             return True
@@ -390,29 +403,30 @@ class KVCacheManager(PrefixCacheControls):
 
     def _roll_back(self, context: InputContext, sequence: CachedSequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
-        length = min(context.start_idx, context.committed_idx) // self.block_size
-        length = context.boundary_before(length * self.block_size) // self.block_size
+        num_blocks = min(context.start_idx, context.committed_idx) // self.block_size
+        num_blocks = context.boundary_before(num_blocks * self.block_size) // self.block_size
         for index, group in self._window_groups:
-            if group.first_visible(length * self.block_size) // self.block_size < sequence.num_dropped[index]:
-                length = 0  # needed blocks were freed: compute all tokens again
+            first_block = group.first_visible(num_blocks * self.block_size) // self.block_size
+            if first_block < sequence.num_dropped[index]:
+                num_blocks = 0  # needed blocks were freed: compute all tokens again
         if self._states is not None and sequence.state is not None:
             self._states.release(sequence.state)
-            length = 0  # a state cannot be rolled back
-        self._truncate(sequence, length)
-        start = length * self.block_size
+            num_blocks = 0  # a state cannot be rolled back
+        self._truncate(sequence, num_blocks)
+        start = num_blocks * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)
 
-    def _truncate(self, sequence: CachedSequence, length: int) -> None:
+    def _truncate(self, sequence: CachedSequence, num_blocks: int) -> None:
         for index, pool in enumerate(self._pools):
             row = self._tables.row(index, sequence.slot)[: sequence.num_blocks]
-            sequence.num_dropped[index] = min(sequence.num_dropped[index], length)
-            pool.release(block for block in row[length:].tolist() if block != NULL_BLOCK)
-            row[length:] = NULL_BLOCK
+            sequence.num_dropped[index] = min(sequence.num_dropped[index], num_blocks)
+            pool.release(block for block in row[num_blocks:].tolist() if block != NULL_BLOCK)
+            row[num_blocks:] = NULL_BLOCK
         self._prefixes.clear_in_flight(sequence.in_flight)
         sequence.in_flight = []
-        sequence.num_committed = min(sequence.num_committed, length)
-        sequence.num_blocks = length
-        del sequence.digests[length:]
+        sequence.num_committed = min(sequence.num_committed, num_blocks)
+        sequence.num_blocks = num_blocks
+        del sequence.digests[num_blocks:]
 
     def _check_num_free(self, count: int) -> None:
         for pool in self._pools:

@@ -17,8 +17,8 @@ from penstock.kv_cache.storage import KVCacheStorage
 PREFAULT_BYTES = 32 << 20
 """Bytes of never used blocks, over all layers, whose pages are allocated in advance.
 
-With huge pages, the system allocates more: up to 4 MiB for each layer, and up to 8 MiB for a layer with row
-scales.
+With huge pages, the system allocates up to 4 MiB more for each layer, and up to 8 MiB more for a layer with
+row scales.
 """
 
 
@@ -39,15 +39,15 @@ class CachePrefault:
         block_bytes = sum(tensor[:, 0].nbytes for tensor in tensors)
         self._num_ahead = max(PREFAULT_BYTES // max(block_bytes, 1), 1)
         self._num_populated = [0] * len(pools)
-        self._pending: deque[tuple[int, int, int]] = deque()  # layer, first block, end
+        self._pending: deque[tuple[int, int, int]] = deque()  # layer, first block, end block
         self._is_stopped = any(tensor.device.type != "cpu" for tensor in tensors)
 
     def populate_next(self) -> bool:
         """Allocate the pages of some blocks of one layer, which takes at most some milliseconds.
 
         Returns:
-            Whether pages may remain. False after `stop`, after the system could not allocate pages, and for a
-            cache in the memory of a GPU.
+            Whether pages may remain to be allocated. Always False after `stop`, after the system could not
+            allocate pages, and for a cache in the memory of a GPU.
         """
         if self._is_stopped:
             return False
@@ -72,8 +72,10 @@ class CachePrefault:
         for index, pool in enumerate(self._pools):
             if self._num_populated[index] - pool.num_ever_used > self._num_ahead // 2:
                 continue
-            first = max(self._num_populated[index], pool.num_ever_used)
-            end = min(pool.num_ever_used + self._num_ahead, pool.num_blocks + 1)
-            if first < end:
-                self._num_populated[index] = end
-                self._pending.extend((layer, first, end) for layer in self._spec.groups[index].layers)
+            first_block = max(self._num_populated[index], pool.num_ever_used)
+            end_block = min(pool.num_ever_used + self._num_ahead, pool.num_blocks + 1)
+            if first_block < end_block:
+                self._num_populated[index] = end_block
+                self._pending.extend(
+                    (layer, first_block, end_block) for layer in self._spec.groups[index].layers
+                )

@@ -105,7 +105,7 @@ class PrefixIndex:
         return digests
 
     def record_events(self) -> None:
-        """Start recording the events of the first pool without a window; if all have one, the first pool."""
+        """Record the events of the first pool without a window; of the first pool if all have a window."""
         if self._events is None:
             self._events = CacheEventLog()
             self._recorded_pool.on_evict = self._events.add_removed
@@ -166,7 +166,7 @@ class PrefixIndex:
     def is_awaited(self, chain: DigestChain, max_blocks: int) -> bool:
         """Return whether a claimed context is computing the first uncached block of a chain.
 
-        Only the first ``max_blocks`` blocks count.
+        The blocks after the first ``max_blocks`` are ignored.
 
         The scheduler calls this method for many contexts in each step. The lookup therefore continues at
         ``chain.num_cached``, where the last lookup ended. If an earlier block has been evicted since the last
@@ -190,7 +190,7 @@ class PrefixIndex:
             self._in_flight[digest] = self._in_flight.get(digest, 0) + 1
 
     def clear_in_flight(self, digests: Iterable[bytes]) -> None:
-        """Remove one mark per digest, after the block has been computed or the request has ended."""
+        """Remove one mark per digest, because the block was computed or its computation was abandoned."""
         for digest in digests:
             self._in_flight[digest] -= 1
             if not self._in_flight[digest]:
@@ -224,8 +224,8 @@ class PrefixIndex:
     def _last_missing_block(self, chain: DigestChain, num_cached: int) -> int | None:
         """Return the last block before ``num_cached`` that a window needs and that is not cached, or None."""
         for pool, group in self._window_pools:
-            first = group.first_visible(num_cached * self._block_size) // self._block_size
-            for block in range(num_cached - 1, first - 1, -1):
+            first_block = group.first_visible(num_cached * self._block_size) // self._block_size
+            for block in range(num_cached - 1, first_block - 1, -1):
                 if pool.lookup(chain.digests[block]) is None:
                     return block
         return None

@@ -1,8 +1,8 @@
 """Computes the number of decode steps of a batch, and reserves their cache blocks.
 
-Only `reserve_steps` decides how many steps a batch runs. The scheduler calls `reserve_steps` while it builds
-a batch, and passes a `ReservedBatch` to the pipeline. For a batch that is no `ReservedBatch`, the pipeline
-calls `reserve_steps`.
+`reserve_steps` determines how many steps a batch runs, up to the requested number. The scheduler calls
+`reserve_steps` while it builds a batch, and passes a `ReservedBatch` to the pipeline. For a batch that is not
+a `ReservedBatch`, the pipeline calls `reserve_steps`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
     """Reserve cache blocks for the next steps of a batch and return how many steps the batch can run.
 
     The result is 1 if a context must be checked after each token or computes a chunk of its prompt, or if the
-    cache has too few free blocks for more steps of all contexts. The result does not exceed `tokens_left` of
+    cache has too few free blocks for all steps of all contexts. The result does not exceed `tokens_left` of
     any context, but is at least 1.
 
     Args:
@@ -41,8 +41,8 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
         num_steps: the maximum number of steps, at least 1.
 
     Raises:
-        InsufficientBlocksError: the free blocks do not suffice for one step. The contexts before the one that
-            failed keep their blocks.
+        InsufficientBlocksError: the free blocks do not suffice for one step. The contexts before the first
+            one without enough blocks keep their new blocks.
     """
     if num_steps > 1:
         num_steps = _max_steps(kv, contexts, num_steps)

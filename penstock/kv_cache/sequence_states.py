@@ -19,7 +19,7 @@ class SequenceState:
 
     slot: int
     length: int = 0  # number of tokens that the state includes
-    branch: int = 0  # number of leading blocks that were cached at the claim
+    num_cached_at_claim: int = 0  # number of leading blocks that were cached when the context was claimed
     pending: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (number of blocks, index) of the states that steps save and that are not committed yet."""
 
@@ -58,7 +58,7 @@ class SequenceStates:
             raise InsufficientStatesError(self._num_states)
 
     def restore(self, state: SequenceState, digests: Sequence[bytes]) -> None:
-        """Continue from the state that was saved after the blocks with these digests; none for no blocks."""
+        """Copy the state that was saved after these blocks to a sequence. Does nothing without digests."""
         if digests:
             self._tensors.copy(self.saved.find(digests[-1]), state.slot)
             state.length = len(digests) * self._block_size
@@ -73,23 +73,23 @@ class SequenceStates:
         states: Sequence[SequenceState],
         starts: Sequence[int],
         ends: Sequence[int],
-        digests: Sequence[Callable[[int], bytes | None]],
+        digest_functions: Sequence[Callable[[int], bytes | None]],
     ) -> StateInputs:
-        """Return the states of a batch for its next step.
+        """Return the states of a batch for its next step, and reserve space for the states that it saves.
 
         Args:
             states: the states of the sequences.
             starts: position of each sequence's first token in this step.
             ends: position after each sequence's last token in this step.
-            digests: for each sequence a function that returns the digest of the last of its first n blocks.
-                None if the digest is unknown, or if the blocks must not be shared.
+            digest_functions: for each sequence, a function that returns the digest of the last of the first n
+                blocks, or None if the digest is unknown or the blocks must not be shared.
         """
         saves = []
-        for state, start, end, digest in zip(states, starts, ends, digests, strict=True):
-            # A pair after the start belongs to a failed step. Overlapped steps end at the start or before it.
+        for state, start, end, digest_of in zip(states, starts, ends, digest_functions, strict=True):
+            # A pending state after `start` belongs to a failed step: running steps end at `start` or before.
             self._release(state, [pair for pair in state.pending if pair[0] * self._block_size > start])
             state.length = end  # if the step fails, this differs from the position of the context
-            saves.append(self._plan_saves(state, start, end, digest))
+            saves.append(self._plan_saves(state, start, end, digest_of))
         return self._tensors.inputs([state.slot for state in states], saves)
 
     def commit(self, state: SequenceState, length: int, digests: Sequence[bytes]) -> None:
@@ -133,20 +133,26 @@ class SequenceStates:
             state.pending.remove(pair)
 
     def _plan_saves(
-        self, state: SequenceState, start: int, end: int, digest: Callable[[int], bytes | None]
+        self, state: SequenceState, start: int, end: int, digest_of: Callable[[int], bytes | None]
     ) -> list[tuple[int, int]]:
-        """Return the states that a step of the positions ``start .. end - 1`` saves; see `StateInputs.saves`.
+        """Reserve indices for the states that a step of the positions ``start .. end - 1`` saves.
 
-        They are the states at the last block boundary of the step, and at the end of the blocks that were
-        cached when the context was claimed, unless they are saved already. A step of one row saves no state:
-        it is a decode step, and a copy of the state would take longer than it saves.
+        These are the states at the last block boundary of the step, and at the end of the blocks that were
+        cached when the context was claimed, unless they are saved already. A step of one row is a decode step
+        and saves no state, because the copy would cost more time than the reuse of the state saves.
+
+        Returns:
+            Pairs of `StateInputs.saves`.
         """
         if end - start < 2:
             return []
         pairs = []
-        for num_blocks in sorted({end // self._block_size, state.branch}):
+        for num_blocks in sorted({end // self._block_size, state.num_cached_at_claim}):
             position = num_blocks * self._block_size
-            if not start < position <= end or (key := digest(num_blocks)) is None or key in self.saved:
+            if not start < position <= end:
+                continue
+            digest = digest_of(num_blocks)
+            if digest is None or digest in self.saved:
                 continue
             if (index := self.saved.reserve()) is not None:
                 state.pending.append((num_blocks, index))

@@ -121,8 +121,8 @@ class KVCacheSpec:
     key_limits: tuple[int, ...] = ()
     """Ascending sequence lengths at which LongRoPE changes its factors.
 
-    When a sequence exceeds a limit, all its keys must be computed again. A range of lengths between two
-    limits is called a regime. Regimes are numbered from 0.
+    When a sequence exceeds a limit, all its keys must be computed again. The limits divide the lengths into
+    ranges, called regimes, which are numbered from 0.
     """
     shares_prefixes: bool = True
     """Whether a common prefix of two sequences of one regime has the same keys in both sequences.

@@ -1,4 +1,6 @@
-"""The states of layers with linear attention: `RecurrentStates` has their tensors, `SavedStates` an index.
+"""The recurrent states of layers with linear attention.
+
+`RecurrentStates` holds the tensors. `SavedStates` finds saved states by the digest of a prefix.
 
 A state belongs to one position of a sequence. A prefix can be reused only up to a position whose state was
 saved.
@@ -26,16 +28,16 @@ class RecurrentStates:
 
     Args:
         spec: the shape of the states.
-        num_states: the number of sequences.
+        num_states: the maximum number of sequences.
         num_saved: the number of saved states. Their indices follow those of the sequences.
         device: the device of the tensors.
     """
 
     def __init__(self, spec: StateSpec, num_states: int, num_saved: int, device: torch.device) -> None:
         self._device = device
-        total = num_states + num_saved
-        inputs_shape = (total, spec.kernel - 1, spec.channels)
-        recurrent_shape = (total, spec.heads, spec.key_dim, spec.value_dim)
+        num_total = num_states + num_saved
+        inputs_shape = (num_total, spec.kernel - 1, spec.channels)
+        recurrent_shape = (num_total, spec.heads, spec.key_dim, spec.value_dim)
         self._layers = tuple(
             (
                 zeros(inputs_shape, spec.dtype.to_torch(), device),
@@ -81,7 +83,7 @@ class RecurrentStates:
 
 
 class SavedStates:
-    """The saved states by the digest of the last block before their position, least recently used first.
+    """An LRU index of the saved states, by the digest of the last block before the state's position.
 
     Args:
         indices: the indices of the states in `RecurrentStates`.
@@ -101,7 +103,9 @@ class SavedStates:
         return self._saved[digest]
 
     def reserve(self) -> int | None:
-        """Return an index for a new state, for `add` or `free`. Evicts a saved state if no index is free.
+        """Return an index for a new state. Evicts a saved state if no index is free.
+
+        The caller later passes the index to `add` or `free`.
 
         Returns None if all indices are reserved.
         """

@@ -54,18 +54,18 @@ class KVCacheStorage:
         """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
         """L tensors ``[2, N, K, S]`` float32 for quantized layers; None for other layers. Fixed scales are
-        views of ``[2, K]``, which is never written."""
+        read-only views of tensors ``[2, K]``."""
         self.on_copy: Callable[[int, int, int], None] = lambda group, source, target: None
         """Function that is called before a block is copied, with the arguments of `copy_block`."""
         self.on_discard: Callable[[], None] = lambda: None
         """Function that `discard` calls before it returns the memory."""
-        self.on_populate: Callable[[int, int, int], None] = lambda layer, first, end: None
+        self.on_populate: Callable[[int, int, int], None] = lambda layer, first_block, end_block: None
         """Function that is called before pages are allocated, with the arguments of `populate`."""
 
     def discard(self) -> None:
         """Return the memory of all blocks to the system. Afterwards all keys, values and row scales are zero.
 
-        The tensors keep their addresses, because compiled steps contain them.
+        The tensors keep their addresses, because compiled steps contain the addresses.
 
         Raises:
             UnsupportedFeatureError: the tensors are not in host memory.
@@ -79,8 +79,8 @@ class KVCacheStorage:
                 )
             discard_pages(tensor.data_ptr(), tensor.nbytes)
 
-    def populate(self, layer: int, first: int, end: int) -> bool:
-        """Allocate the pages of the blocks ``first .. end - 1`` of a layer in host memory.
+    def populate(self, layer: int, first_block: int, end_block: int) -> bool:
+        """Allocate the pages of the blocks ``first_block .. end_block - 1`` of a layer in host memory.
 
         Without this call, the system allocates a page during a step, on the first write to the page. The
         contents of the pages do not change.
@@ -88,9 +88,10 @@ class KVCacheStorage:
         Returns:
             Whether the pages are allocated, see `populate_pages`.
         """
-        self.on_populate(layer, first, end)
-        ranges = [part[first:end] for tensor in self.block_tensors(layer) for part in tensor]  # keys, values
-        return all(populate_pages(blocks.data_ptr(), blocks.nbytes) for blocks in ranges)
+        self.on_populate(layer, first_block, end_block)
+        parts = [part for tensor in self.block_tensors(layer) for part in tensor]  # keys, values
+        block_ranges = [part[first_block:end_block] for part in parts]
+        return all(populate_pages(blocks.data_ptr(), blocks.nbytes) for blocks in block_ranges)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy one block of all layers of a group."""

@@ -35,7 +35,7 @@ _UNSUPPORTED_KINDS = {
 """Maps a part of a tensor name to the unsupported kind of adapter that has such tensors."""
 
 Rename = Callable[[str], str | None]
-"""Maps the name of a tensor in PEFT's model to its name in the base model."""
+"""Maps a tensor name of PEFT's model to the name in the base model, or to None if there is none."""
 Layers = Mapping[str, PackedLinear]
 """The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 Parts = Mapping[str, LayerPart]
@@ -164,9 +164,9 @@ def _decoder_prefix(names: Iterable[str], rename: Rename) -> str:
     for name in names:
         if match := _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX)):
             layer = _base_layer_name(match["layer"], rename)
-            rest = layer.removeprefix(DECODER_PREFIX)
-            if rest != layer and match["layer"].endswith(rest):
-                return match["layer"].removesuffix(rest)
+            name_in_decoder = layer.removeprefix(DECODER_PREFIX)
+            if name_in_decoder != layer and match["layer"].endswith(name_in_decoder):
+                return match["layer"].removesuffix(name_in_decoder)
     return DECODER_PREFIX
 
 
@@ -191,21 +191,21 @@ def _classify_tensors(
     """
     matrix_names: dict[tuple[str, str], str] = {}
     copies: list[str] = []
-    unknown: list[str] = []
+    unknown_names: list[str] = []
     for name in weights.names:
         match = _MATRIX_NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             _refuse_unsupported_kinds(config.path.parent, name)
             copies.append(name)
         elif match["layer"] not in layers:
-            unknown.append(name)
+            unknown_names.append(name)
         elif (match["layer"], match["letter"]) in matrix_names:
             other_name = matrix_names[match["layer"], match["letter"]]
             raise WeightsError(config.path.parent, f"{name} and {other_name} are the same matrix")
         else:
             matrix_names[match["layer"], match["letter"]] = name
-    if unknown:
-        _refuse_unknown_layers(config.path.parent, unknown, sorted(layers))
+    if unknown_names:
+        _refuse_unknown_layers(config.path.parent, unknown_names, sorted(layers))
     for layer in layers:  # add the expected names, so that `Weights.tensor` reports missing matrices
         if config.targets(layer):
             for letter in "AB":
@@ -234,10 +234,10 @@ def _refuse_unsupported_kinds(folder: Path, name: str) -> None:
 def _refuse_unknown_layers(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
     layer = names[0].removeprefix(_PREFIX).partition(".lora_")[0]
     nearest = get_close_matches(layer, layers, n=1, cutoff=0)
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    others_text = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     raise WeightsError(
         folder,
-        f"{names[0]}{more} is for {layer}, which is not a linear layer that adapters can change; "
+        f"{names[0]}{others_text} is for {layer}, which is not a linear layer that adapters can change; "
         f"the nearest is {nearest[0]}",
     )
 
@@ -245,7 +245,7 @@ def _refuse_unknown_layers(folder: Path, names: Sequence[str], layers: Sequence[
 def _check_copies(
     folder: Path, weights: Weights, names: Sequence[str], layers: Layers, base: Weights, parts: Parts
 ) -> None:
-    """Check that copies of the base model's tensors equal them.
+    """Check that the copies in an adapter's file equal the tensors of the base model.
 
     If an adapter changes the head or the embedding, PEFT saves copies of both in the adapter's file.
     """

@@ -129,8 +129,9 @@ class AdapterConfig:
 
     def _module(self, layer: str) -> str:
         """Return the name of a layer in PEFT's model."""
-        rest = layer.removeprefix(DECODER_PREFIX)
-        return layer if rest == layer else self.decoder_prefix + rest
+        if not layer.startswith(DECODER_PREFIX):
+            return layer
+        return self.decoder_prefix + layer.removeprefix(DECODER_PREFIX)
 
     def layer_rank(self, layer: str) -> int:
         """Return the rank of a layer's matrices."""
@@ -291,10 +292,10 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
     init = fields.get("init_lora_weights")
     if init not in _SUPPORTED_INITS:
         refuse(f"init_lora_weights {init!r}", "was trained on a base model that this setting changes")
-    known = {*_REFUSED_FIELDS, *_IGNORED_FIELDS, *_READ_FIELDS}
-    unknown = [name for name, value in fields.items() if name not in known and value]
-    if unknown:
-        refuse(f"the field {unknown[0]!r}", f"sets it to {fields[unknown[0]]!r}")
+    known_names = {*_REFUSED_FIELDS, *_IGNORED_FIELDS, *_READ_FIELDS}
+    for name, value in fields.items():
+        if name not in known_names and value:
+            refuse(f"the field {name!r}", f"sets it to {value!r}")
 
 
 def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:

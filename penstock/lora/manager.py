@@ -20,7 +20,7 @@ from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
 MAX_SKIPS = 64
-"""Number of refusals by `ready` after which requests with adapters that were refused less often must wait."""
+"""Number of refusals by `ready` after which a request is not overtaken by requests with fewer refusals."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,8 @@ class LoRAManager:
 
     The name of a request's adapter is resolved once, at first use. The request uses the content of this
     adapter until its release, even if the name is unloaded or loaded again. The digest of the content is
-    hashed into the digests of the request's KV blocks, so requests with different contents never share them.
+    hashed into the digests of the request's KV blocks, so requests with different contents never share
+    blocks.
 
     Any thread may call `load`, `unload` and `names`. `load` first checks the adapter and then changes the
     state in one assignment. All other methods may be called only by the thread that runs the steps.
@@ -193,7 +194,9 @@ class LoRAManager:
             )
 
     def inputs(self, contexts: Sequence[InputContext], row_counts: np.ndarray) -> LoRAInputs | None:
-        """Return the adapter inputs of a batch, or None if no context uses an adapter.
+        """Put the adapters of a batch into slots, and return the adapter inputs of the batch.
+
+        Returns None if no context uses an adapter.
 
         Args:
             contexts: the batch.

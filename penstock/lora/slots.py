@@ -51,7 +51,8 @@ class AdapterSlots:
         Adding a layer replaces the mapping, so that the inputs of launched steps do not change."""
         self.ranks: Mapping[str, Tensor] = {}
         """Maps each layer to the ranks of the adapters in the slots, ``[n]`` int64 in host memory. The rank
-        is 0 if the slot's adapter has no matrices for the layer. Matrix entries beyond it are undefined."""
+        is 0 if the slot's adapter has no matrices for the layer. Matrix entries beyond the rank are
+        undefined."""
 
     @property
     def slot_digests(self) -> list[bytes | None]:

@@ -1,4 +1,4 @@
-"""Images in prompts and audio files: decoders, limits, image processors and image tokens.
+"""Audio files, and images in prompts: decoders, limits, image processors and image tokens.
 
-No module of this package imports torch or transformers. Image processors need both and run in separate
-processes (`penstock.media.processor`)."""
+Importing these modules imports neither torch nor transformers. Image processors need both, so the server runs
+them in separate processes (`penstock.media.processor`)."""

@@ -25,7 +25,7 @@ Samples = npt.NDArray[np.float32]
 
 _UNKNOWN_SIZE = 0xFFFFFFFF
 _BYTES_PER_SAMPLE = 2
-_SINC_WIDTH = 16
+_SINC_HALF_WIDTH = 16  # source samples on each side of a target sample, if the rate increases
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def resample(samples: Samples, source_rate: int, target_rate: int) -> Samples:
         return samples
     num_target_samples = max(1, round(len(samples) * target_rate / source_rate))
     cutoff = min(1.0, target_rate / source_rate)
-    half_width = int(np.ceil(_SINC_WIDTH / cutoff))
+    half_width = int(np.ceil(_SINC_HALF_WIDTH / cutoff))
     padded = np.pad(samples.astype(np.float64), half_width + 1)
     result = np.empty(num_target_samples, np.float32)
     offsets = np.arange(-half_width, half_width + 1)

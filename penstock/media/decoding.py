@@ -39,10 +39,12 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
             warnings.simplefilter("ignore")  # `_check_size` replaces Pillow's warnings about large images
             with pil.Image.open(BytesIO(data), formats=FORMATS) as image:
                 _check_size(image.size, max_pixels)
-                frames = getattr(image, "n_frames", 1)
+                num_frames = getattr(image, "n_frames", 1)
                 # An MPO file is a JPEG file with further preview images.
-                if frames > 1 and image.format != "MPO":
-                    raise InputError(f"the image is animated or has several pages ({frames}): send one frame")
+                if num_frames > 1 and image.format != "MPO":
+                    raise InputError(
+                        f"the image is animated or has several pages ({num_frames}): send one frame"
+                    )
                 image.load()
                 has_16_bits = image.format == "PPM" and image.mode == "I"
                 rotated_image = pil.ImageOps.exif_transpose(image)

@@ -183,7 +183,7 @@ class ImageSources:
             if response.status in (301, 302, 303, 307, 308):
                 location = response.getheader("Location")
                 if not location or len(location) > _MAX_URL_LENGTH:
-                    raise InputError("the image URL redirects without a Location header")
+                    raise InputError("the image URL redirects without a valid Location header")
                 return urljoin(url, location)
             if response.status != 200:
                 raise InputError(f"the image cannot be fetched: the status is {response.status}")
@@ -229,20 +229,20 @@ def public_address(host: str, port: int) -> str:
         InputError: the host has an address that is private, loopback, link-local or otherwise special.
         OSError: the host cannot be resolved.
     """
-    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in entries]
-    for text in addresses:
-        if not is_public(text):
+    address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(socket_address[0]) for *_, socket_address in address_infos]
+    for address in addresses:
+        if not is_public(address):
             raise InputError("the host of an image URL is not on the public internet")
     return addresses[0]
 
 
-def is_public(text: str) -> bool:
+def is_public(address_text: str) -> bool:
     """Return whether an IP address is global: not private, loopback, link-local, multicast or reserved.
 
     If an IPv6 address contains an IPv4 address, the IPv4 address must be global.
     """
-    address = ipaddress.ip_address(text.partition("%")[0])
+    address = ipaddress.ip_address(address_text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         last_ipv4 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         embedded_ipv4 = (
@@ -288,7 +288,7 @@ class _Reader(io.RawIOBase):
     def __init__(self, connected_socket: socket.socket, deadline: float, max_bytes: int) -> None:
         self._socket = connected_socket
         self._deadline = deadline
-        self._bytes_left = max_bytes
+        self._num_remaining_bytes = max_bytes
 
     def readable(self) -> bool:
         return True
@@ -299,8 +299,8 @@ class _Reader(io.RawIOBase):
             raise TimeoutError
         self._socket.settimeout(seconds)
         count = self._socket.recv_into(buffer)
-        self._bytes_left -= count
-        if self._bytes_left < 0:
+        self._num_remaining_bytes -= count
+        if self._num_remaining_bytes < 0:
             raise InputError("the response of an image server exceeds the size limit")
         return count
 

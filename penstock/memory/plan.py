@@ -173,11 +173,11 @@ def plan_memory(
             candidate = plan(step_size)
             if not candidate.is_shortened:
                 return candidate
-    *smaller_steps, minimum_size = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
+    *smaller_steps, minimum_step = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
     for step_size in (smallest_step, *smaller_steps):
         with suppress(InsufficientMemoryError):
             return plan(step_size)
-    return plan(minimum_size)
+    return plan(minimum_step)
 
 
 def estimate_kv_cache_size(
@@ -199,7 +199,7 @@ def estimate_kv_cache_size(
 
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, min_size: int) -> Iterator[int]:
-    """Yield the requested step size. With chunked prefill, also yield its halves of at least ``min_size``."""
+    """Yield the requested step size; with chunked prefill, also its repeated halves down to ``min_size``."""
     size = requested_step_tokens(pipeline_config)
     yield size
     while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * min_size:

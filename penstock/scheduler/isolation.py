@@ -33,11 +33,11 @@ FAULT_MESSAGE = "the request ended because of an internal error; the server's lo
 """Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""The search stops when this number of contexts have failed one by one and no part of the batch has run."""
+"""The search stops after this number of internal errors since a part of a batch last ran."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
-    """Runs batches of a pipeline and ends only the contexts that make a batch fail.
+    """Runs batches of a pipeline, and finds the contexts that make a batch fail.
 
     When ``pipeline.execute`` raises, the contexts must be unchanged.
 
@@ -56,7 +56,7 @@ class Isolation(Generic[ContextT, OutputT]):
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int
     ) -> tuple[dict[str, OutputT], dict[str, PenstockError]]:
-        """Run one step of a batch.
+        """Run up to ``num_steps`` steps of a batch.
 
         Returns:
             The outputs of the contexts that ran, and the errors of the contexts that failed. A

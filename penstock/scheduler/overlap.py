@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _CollectFirstError(Exception):
-    """Raised if the next batch needs blocks of a launched step. The launched step must be collected first."""
+    """Raised if the next batch needs blocks that the sampled step uses. That step must be collected first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +152,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         return self._run(batch.contexts, batch.num_steps)
 
     def _launch(self, batch: Batch[ContextT]) -> None:
-        """Launch the forward of a batch. After a failed launch, the next step runs by `Pipeline.execute`."""
+        """Launch the forward of a batch. If the launch fails, the next step runs without overlap."""
         contexts = batch.contexts
         previous_step = None if self._sampled_step is None else self._sampled_step.step
         try:

@@ -37,14 +37,15 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
     contains all contexts that decode, except those that `Deferral` and `StepLimit` move to a later step.
     Prompts share the rest of the token budget, in chunks if necessary. If blocks run out, a context of the
     lowest priority is preempted: the youngest context of the client with the most slots. The preempted
-    context returns to the queue and keeps its arrival number. All its tokens are computed again later.
+    context returns to the queue and keeps its arrival number. Later steps compute its tokens again, except
+    those of a cached prefix.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, contexts of the client
     with the fewest slots are admitted first, and the prompts of the clients are computed in turn. The
     contexts of one client stay in order. If a waiting context lacks a slot or blocks, the youngest context of
     the client with the most slots is preempted, if that client holds at least two slots more than the waiting
-    context's client. When one client holds all slots except one, the last slot stays free for other clients
-    for `_SLOT_FREE_STEPS` steps.
+    context's client. When one of several clients holds all slots except one, the last slot stays free for
+    other clients for `_SLOT_FREE_STEPS` steps.
 
     One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
     contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
@@ -134,7 +135,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         self._slot_free_steps = max(self._slot_free_steps - 1, 0)
 
     def _next_batch(self, num_steps: int) -> Batch[ContextT]:
-        """Return the next batch, which may be empty. Its contexts have slots and blocks."""
+        """Build the next batch, which may be empty. Its contexts have slots and blocks."""
         self._requeue_stale()
         if self._has_slot() or self._shares.is_contended:
             self._waiting.recheck(self._is_ready)
@@ -177,32 +178,34 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
         A context that has generated its last token is added, but computes no token and needs no blocks.
         """
-        decoding = sorted(self._decoding_entries(), key=_sort_key)
-        for entry in (entry for entry in decoding if not entry.is_generating):
+        decoding_entries = sorted(self._decoding_entries(), key=_sort_key)
+        for entry in (entry for entry in decoding_entries if not entry.is_generating):
             batch.add(entry, 0)
-        decoding = [entry for entry in decoding if entry.is_generating]
+        decoding_entries = [entry for entry in decoding_entries if entry.is_generating]
         if self._shares.is_contended:
-            decoding = self._deferral.select(decoding, self._next_prompt())
-        decoding, batch.num_steps = self._step_limit.select(decoding, batch.num_steps)
+            decoding_entries = self._deferral.select(decoding_entries, self._next_prompt())
+        decoding_entries, batch.num_steps = self._step_limit.select(decoding_entries, batch.num_steps)
         num_unused_tokens = batch.num_unused_tokens
         rows_by_entry = []
-        for num_later_contexts, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
+        for num_later_contexts, entry in zip(
+            range(len(decoding_entries) - 1, -1, -1), decoding_entries, strict=True
+        ):
             rows = decode_rows(entry.num_remaining_tokens, num_unused_tokens, num_later_contexts)
             set_rows(entry.context, rows)
             num_unused_tokens -= rows
             rows_by_entry.append(rows)
-        if self._reserve_all(decoding, batch):
-            for entry, rows in zip(decoding, rows_by_entry, strict=True):
+        if self._reserve_all(decoding_entries, batch):
+            for entry, rows in zip(decoding_entries, rows_by_entry, strict=True):
                 batch.add(entry, rows)
             return
-        for entry, rows in zip(decoding, rows_by_entry, strict=True):
+        for entry, rows in zip(decoding_entries, rows_by_entry, strict=True):
             if entry.request_id not in self._running:
                 continue  # the entry was preempted in an earlier iteration
             if self._reserve(entry, rows, rows, batch, may_preempt=True):
                 batch.add(entry, rows)
 
     def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
-        """Reserve blocks for ``batch.num_steps`` steps, or fewer (`reserve_steps`), and store their number.
+        """Reserve blocks for ``batch.num_steps`` steps or fewer. Set ``batch.num_steps`` to their number.
 
         Returns False if the free blocks do not suffice for one step.
         """
@@ -215,11 +218,13 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
 
     def _next_prompt(self) -> Entry[ContextT] | None:
         """Return the entry whose prompt the next step computes first; None if no prompt can run."""
-        waiting = self._waiting.first_ready(self._is_ready)
-        if waiting is not None and not (self._has_slot() and self._has_blocks(waiting)):
-            waiting = None
-        running = (entry for entry in self._running.values() if not entry.is_decoding)
-        return min((*running, *filter(None, [waiting])), key=self._shares.prompt_key, default=None)
+        waiting_entry = self._waiting.first_ready(self._is_ready)
+        if waiting_entry is not None and not (self._has_slot() and self._has_blocks(waiting_entry)):
+            waiting_entry = None
+        prompt_entries = [entry for entry in self._running.values() if not entry.is_decoding]
+        if waiting_entry is not None:
+            prompt_entries.append(waiting_entry)
+        return min(prompt_entries, key=self._shares.prompt_key, default=None)
 
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Add running and waiting prompts in order, while tokens, slots and blocks suffice."""
@@ -229,14 +234,14 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
             prompts = [entry for entry in prompts if entry.request_id in self._running]
             entry = min(prompts, key=self._shares.prompt_key) if prompts else None
             can_admit = can_admit and (self._has_slot() or self._shares.is_contended)
-            waiting = self._waiting.first_ready(self._is_ready) if can_admit else None
-            if waiting is not None and not (
-                entry is not None and self._shares.prompt_key(entry) < self._shares.prompt_key(waiting)
+            waiting_entry = self._waiting.first_ready(self._is_ready) if can_admit else None
+            if waiting_entry is not None and not (
+                entry is not None and self._shares.prompt_key(entry) < self._shares.prompt_key(waiting_entry)
             ):
-                can_admit = self._admit(waiting, batch)
+                can_admit = self._admit(waiting_entry, batch)
                 if not can_admit:
                     continue
-                entry = waiting
+                entry = waiting_entry
             elif entry is not None:
                 prompts.remove(entry)
             else:
@@ -251,7 +256,7 @@ class Scheduler(RequestQueues[ContextT, OutputT]):
         """Move a waiting context to the running contexts.
 
         Returns False if tokens, slots or blocks do not suffice, otherwise True. The method may preempt
-        contexts of a client that holds at least two slots more.
+        contexts of a client that holds at least two slots more than the client of the waiting context.
         """
         context = entry.context
         if not self._prompts.rows(context, context.end_idx, batch):

@@ -27,7 +27,7 @@ class ClientShares:
         # Client -> number of its last turn; the client with the smallest number comes first
         self._turns: dict[str, int] = {}
         self._num_served = 0
-        self._num_served_before = 0  # `_num_served` at the start of this step
+        self._num_served_before = 0  # `_num_served` at the start of the last step
 
     @property
     def is_contended(self) -> bool:
@@ -56,7 +56,7 @@ class ClientShares:
         return priority, self.num_slots(entry.client_id), arrival
 
     def entry_to_preempt(
-        self, waiting: Entry[ContextT], running: Iterable[Entry[ContextT]]
+        self, waiting_entry: Entry[ContextT], running_entries: Iterable[Entry[ContextT]]
     ) -> Entry[ContextT] | None:
         """Return the running entry to preempt so that a waiting entry can run; None if there is none.
 
@@ -64,10 +64,10 @@ class ClientShares:
         and the returned entry has no higher priority than the waiting entry. A preemption therefore makes the
         numbers of slots more equal, and is not reverted by a later one.
         """
-        min_slots = self.num_slots(waiting.client_id) + 2
+        min_slots = self.num_slots(waiting_entry.client_id) + 2
         if self.max_slots < min_slots:
             return None
-        candidates = (entry for entry in running if entry.sort_key[0] >= waiting.sort_key[0])
+        candidates = (entry for entry in running_entries if entry.sort_key[0] >= waiting_entry.sort_key[0])
         preemptible_entries = (entry for entry in candidates if self.num_slots(entry.client_id) >= min_slots)
         return max(preemptible_entries, key=self.preemption_key, default=None)
 
@@ -96,7 +96,7 @@ class ClientShares:
         self._num_slots[client_id] = self._num_slots.get(client_id, 0) + 1
 
     def release_slot(self, client_id: str) -> None:
-        """Count a slot that a context released."""
+        """Stop counting a slot that a context released."""
         self._num_slots[client_id] -= 1
         if not self._num_slots[client_id]:
             del self._num_slots[client_id]

@@ -19,7 +19,7 @@ _SHORT_SECONDS = 0.005
 """Duration in seconds up to which a step is never limited."""
 
 _MAX_FIXED_MULTIPLE = 2
-"""Maximum duration of a limited step, as a multiple of `StepTime.fixed_seconds`."""
+"""Maximum duration of a limited step above `_SHORT_SECONDS`, as a multiple of `StepTime.fixed_seconds`."""
 
 _MIN_ROWS = 8
 """Minimum number of decode rows per client in a limited step. A step with eight rows takes about as long as a
@@ -45,6 +45,7 @@ class StepTime:
         """Estimated seconds of a step without rows; None before the first estimate."""
         self.seconds_per_row = 0.0
         """Estimated additional seconds per row."""
+        # weighted sums over the recorded steps: of 1, rows, seconds, rows * rows, and rows * seconds
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
 
     def record(self, num_rows: float, seconds: float) -> None:
@@ -66,10 +67,11 @@ class StepTime:
 class StepLimit:
     """Limits the decode rows of a step and the steps of a pipeline call while one client holds many slots.
 
-    A prompt that arrives during a call waits until the call ends. While several clients have requests, and
-    for `_RECENT_SECONDS` afterwards, calls are therefore limited if a client has more than `_MIN_ROWS`
-    decoding contexts. A limited step has as many rows as fit into its maximum duration, but at least
-    `_MIN_ROWS` of each client, or all if it has fewer. The contexts of a client take turns.
+    A prompt that arrives during a pipeline call waits until the call ends. While several clients have
+    requests, and for `_RECENT_SECONDS` afterwards, calls are therefore limited if a client has more than
+    `_MIN_ROWS` decoding contexts. A limited step has as many rows as fit into its maximum duration, but at
+    least `_MIN_ROWS` rows of each client, or all rows of a client with fewer. The contexts of a client take
+    turns.
 
     Args:
         clock: returns the time in seconds.
@@ -89,41 +91,43 @@ class StepLimit:
         """Update the estimate with the duration of a step."""
         self._step_time.record(num_rows, seconds)
 
-    def select(self, decoding: list[Entry[ContextT]], num_steps: int) -> tuple[list[Entry[ContextT]], int]:
-        """Return the entries of ``decoding`` that run in the next call, in order, and the number of steps.
+    def select(
+        self, decoding_entries: list[Entry[ContextT]], num_steps: int
+    ) -> tuple[list[Entry[ContextT]], int]:
+        """Select the entries that decode in the next call. Return them in order, and the number of steps.
 
         Args:
-            decoding: all entries that decode, in order.
+            decoding_entries: all entries that decode, in order.
             num_steps: the requested number of steps.
         """
         fixed_seconds, seconds_per_row = self._step_time.fixed_seconds, self._step_time.seconds_per_row
-        counts = Counter(entry.client_id for entry in decoding)
+        counts = Counter(entry.client_id for entry in decoding_entries)
         is_recent = self._clock() - self._contended_at <= _RECENT_SECONDS
         if fixed_seconds is not None and is_recent and max(counts.values(), default=0) > _MIN_ROWS:
             max_seconds = max(_SHORT_SECONDS, _MAX_FIXED_MULTIPLE * fixed_seconds)
-            if fixed_seconds + seconds_per_row * len(decoding) > max_seconds:
-                decoding = _least_recently_selected(
-                    decoding, counts, int((max_seconds - fixed_seconds) / seconds_per_row)
+            if fixed_seconds + seconds_per_row * len(decoding_entries) > max_seconds:
+                decoding_entries = _least_recently_selected(
+                    decoding_entries, counts, int((max_seconds - fixed_seconds) / seconds_per_row)
                 )
-            step_seconds = fixed_seconds + seconds_per_row * len(decoding)
+            step_seconds = fixed_seconds + seconds_per_row * len(decoding_entries)
             if num_steps * step_seconds > max_seconds:
                 num_steps = max(1, int(max_seconds / step_seconds))
         self._num_selections += 1
-        for entry in decoding:
+        for entry in decoding_entries:
             entry.last_selection = self._num_selections
-        return decoding, num_steps
+        return decoding_entries, num_steps
 
 
 def _least_recently_selected(
-    decoding: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
+    decoding_entries: list[Entry[ContextT]], counts: Mapping[str, int], num_rows: int
 ) -> list[Entry[ContextT]]:
-    """Return about ``num_rows`` entries in order: those whose last selection was longest ago.
+    """Return about ``num_rows`` entries, those selected longest ago, in the order of ``decoding_entries``.
 
     Clients get equal shares, but at least `_MIN_ROWS` rows. Rows that a client with few entries does not use
     go to other clients.
 
     Args:
-        decoding: the entries.
+        decoding_entries: the entries.
         counts: the number of entries of each client.
         num_rows: the approximate number of entries to return.
     """
@@ -132,8 +136,8 @@ def _least_recently_selected(
         rows_by_client[client_id] = min(count, max(num_rows // (len(counts) - number), _MIN_ROWS))
         num_rows = max(num_rows - rows_by_client[client_id], 0)
     selected_ids = set()
-    for entry in sorted(decoding, key=lambda entry: entry.last_selection):
+    for entry in sorted(decoding_entries, key=lambda entry: entry.last_selection):
         if rows_by_client[entry.client_id]:
             rows_by_client[entry.client_id] -= 1
             selected_ids.add(entry.request_id)
-    return [entry for entry in decoding if entry.request_id in selected_ids]
+    return [entry for entry in decoding_entries if entry.request_id in selected_ids]

@@ -51,7 +51,7 @@ class WaitingQueue(Generic[EntryT]):
 
     def __init__(self, scan_limit: int, rank: Callable[[str], _Rank] = lambda client_id: ()) -> None:
         self._scan_limit = scan_limit
-        self._checks_left = scan_limit
+        self._num_remaining_checks = scan_limit  # entries in lanes that the step may still find not ready
         self._rank = rank
         self._entries: dict[str, EntryT] = {}  # lanes can contain removed entries, which are skipped
         self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # client id -> heap of its entries
@@ -95,7 +95,7 @@ class WaitingQueue(Generic[EntryT]):
 
     def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
         """Start a step: check again up to ``scan_limit`` entries that were not ready when last checked."""
-        self._checks_left = self._scan_limit
+        self._num_remaining_checks = self._scan_limit
         for _ in range(min(self._scan_limit, len(self._not_ready))):
             entry = self._not_ready.popleft()
             if not self._contains(entry):
@@ -106,8 +106,11 @@ class WaitingQueue(Generic[EntryT]):
                 self._not_ready.append(entry)
 
     def first_ready(self, is_ready: Callable[[EntryT], bool]) -> EntryT | None:
-        """Return the next ready entry without removing it; None if no checked entry is ready."""
-        while self._heap and self._checks_left:
+        """Return the next ready entry without removing it; None if no checked entry is ready.
+
+        Entries that are found not ready leave their lane.
+        """
+        while self._heap and self._num_remaining_checks:
             heap_key, client_id = self._heap[0]
             entry = self._first_entry(client_id)
             if entry is None:
@@ -124,7 +127,7 @@ class WaitingQueue(Generic[EntryT]):
                     continue
             if is_ready(entry):
                 return entry
-            self._checks_left -= 1
+            self._num_remaining_checks -= 1
             if self._contains(entry):  # false if `is_ready` removed the entry
                 heapq.heappop(self._lanes[client_id])
                 self._not_ready.append(entry)

@@ -33,7 +33,9 @@ RESERVED_OPTIONS = frozenset(
 
 
 class ChatTemplate:
-    """The named templates of a checkpoint: ``tool_use``, if present, for requests with tools, or ``default``.
+    """The named chat templates of a checkpoint.
+
+    Requests with tools use ``tool_use``, if present. All other requests use ``default``.
 
     Args:
         sources: name -> Jinja text.
@@ -137,7 +139,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template renders a list with one text part exactly as the same text as a string."""
+        """Whether the template renders a list with one text part in the same way as this text as a string."""
         part = {"type": "text", "text": "Dear reader"}
         try:
             text_without_parts = self.render([{"role": "user", "content": part["text"]}])

@@ -45,21 +45,20 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class _DecodeState:
-    """The position after the last call of `next_delta`.
+    """The positions after the last call of `next_delta`: in the generated tokens and in the separate text.
 
-    It is a position in the generated tokens of a context, and one in its separate text.
     The separate text consists of tokens that the caller has passed, but that the context has not generated.
     """
 
     generated_position: int = 0
     """Number of generated tokens before the next call's tokens."""
     had_all_generated: bool = False
-    """Whether the last ``ids`` found in the generated tokens were all of these tokens, and more than one."""
+    """Whether the ``ids`` that were found last were all generated tokens, and at least two."""
     separate_ids: list[int] = field(default_factory=list)
     separate_position: int = 0
     """Number of ``separate_ids`` before the next call's tokens."""
     was_passed_at_once: bool = False
-    """Whether one call passed all of ``separate_ids``, and they are more than one."""
+    """Whether one call passed all ``separate_ids``, and they are at least two."""
 
 
 def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDelta:
@@ -67,8 +66,8 @@ def next_delta(context: TextContext, ids: list[int], bos: int | None) -> TokenDe
 
     Calls must follow the order of the tokens; threads can decode the deltas later. This function searches
     ``ids`` in the generated tokens of the context: after the tokens that it found there last, then at the
-    end, then at the beginning. If it found all generated tokens last, and they were more than one, it
-    searches at the beginning before the end. If ``ids`` are not found, they belong to the separate text
+    end, then at the beginning. If the ``ids`` that it found last were all generated tokens, and at least two,
+    it searches at the beginning before the end. If ``ids`` are not found, they belong to the separate text
     (see `_DecodeState`).
 
     If ``ids`` begin with ``bos``, the begin-of-sequence token, a new separate text begins. At the end of the

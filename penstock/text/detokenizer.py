@@ -86,7 +86,7 @@ class Detokenizer:
         return self._record("".join([self._append_token(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
-        """Return the text that was held back; "" after a stop string.
+        """End the output, and return the text that was held back; "" after a stop string.
 
         An incomplete character becomes U+FFFD, as in a full decode.
         """
@@ -105,7 +105,11 @@ class Detokenizer:
         return text if self.stop_match is not None else text + self._stop_in_byte_run()
 
     def _release(self, text: str) -> str:
-        """Return the part of the held text and ``text`` that can no longer become part of a stop string."""
+        """Append ``text`` to the held text and return the part that cannot be part of a later stop string.
+
+        If a stop string matches, set `stop_match` and return the text before the match, with ``keeps_stop``
+        including the match.
+        """
         if not self._stops:
             return text
         text = self._held_text + text
@@ -140,7 +144,7 @@ class Detokenizer:
 
 
 class _IncrementalDecoder:
-    """Converts tokens to final text. The time per token does not grow with the text.
+    """Converts tokens to final text. The time per token does not depend on the length of the text.
 
     The text of a token depends on adjacent tokens: decoders strip the leading space of the first token, and
     several byte tokens can be one character. Therefore a window of tokens is decoded. It contains the tokens
@@ -220,7 +224,7 @@ class _IncrementalDecoder:
         return new_text
 
     def _shrink(self, num_tokens: int, num_open_characters: int = 0) -> None:
-        """Keep the last tokens of the window. Their last open characters have not been returned."""
+        """Keep the last ``num_tokens``, whose last ``num_open_characters`` have not been returned yet."""
         del self._window[:-num_tokens]
         self._num_returned = len(self._decode()) - num_open_characters
 

@@ -81,7 +81,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         Raises:
             PromptTooLongError: the input exceeds the maximum length or ``max_tokens``, without ``truncate``.
             InputError: the input is empty, the prompt name or the task is unknown, or a parameter is invalid.
-            UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
+            UnsupportedFeatureError: the request has an instruction, and either it has no ``text_pair`` or the
+                model has no `pair_template`.
         """
         return self._build_embeddings_context(request, None)
 
@@ -101,8 +102,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
     def _encode_inputs(self, requests: Sequence[EmbeddingsGenerationRequest]) -> list[EncodedInput | None]:
         """Encode the texts of several requests in batches, on all cores, for `_build_embeddings_context`.
 
-        The entry of a request is None if the input is empty or consists of token ids, if the request uses
-        `pair_template`, or if it fails a check before encoding. `_build_embeddings_context` handles these.
+        The result of a request is None if it has no text to encode, has token ids as input, uses
+        `pair_template`, or fails a check before encoding. `_build_embeddings_context` handles such requests.
         """
         encoded_inputs: list[EncodedInput | None] = [None] * len(requests)
         inputs_by_limit: dict[int | None, list[tuple[int, TokenizerInput]]] = {}
@@ -112,7 +113,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             if request.text_pair is not None and self.pair_template is not None:
                 continue
             try:
-                max_tokens = self._requested_max_tokens(request) if request.truncate else None
+                max_tokens = self._max_input_tokens(request) if request.truncate else None
                 text = self._prompt_text(request, self._task(request)) + request.input
                 text_input = self._tokenizer_input(text, request.text_pair, max_tokens)
             except InputError:
@@ -133,18 +134,18 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
 
         Args:
             request: the request.
-            encoded_input: the entry of the request in the result of `_encode_inputs`. If None, this method
-                encodes the input.
+            encoded_input: the result of `_encode_inputs` for the request. If None, this method encodes the
+                input.
         """
         template = None if request.text_pair is None else self.pair_template
         if request.instruction is not None and template is None:
             raise UnsupportedFeatureError(
                 "instruction",
-                "this model has no template with an instruction: give the instruction as prompt",
+                "there is no template with an instruction for this input: give the instruction as prompt",
             )
         task = self._task(request)
         prompt = self._prompt_text(request, task)
-        max_input_tokens = self._requested_max_tokens(request)
+        max_input_tokens = self._max_input_tokens(request)
         token_type_ids = None
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
@@ -162,7 +163,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
                 raise InputError(
-                    "a prompt needs a text as input, not token ids: put the prompt's token ids before them"
+                    "a prompt needs a text as input, not token ids: put the prompt's token ids before the "
+                    "token ids of the input"
                 )
             if request.truncate and max_input_tokens is not None:
                 tokens = self._truncate(tokens, max_input_tokens)
@@ -189,7 +191,7 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
         )
 
     def cut_text(self, text: str, max_tokens: int) -> str:
-        """Return the beginning of a text, at most ``max_tokens`` tokens. Special tokens do not count."""
+        """Return the text of the first ``max_tokens`` tokens of a text, without added special tokens."""
         text = valid_unicode(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
         if len(encoding) <= max_tokens:
@@ -223,8 +225,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known_names}")
         return self.layout.prompts[name]
 
-    def _requested_max_tokens(self, request: EmbeddingsGenerationRequest) -> int | None:
-        """Return the smaller of the request's ``max_tokens`` and the maximum length; None without both."""
+    def _max_input_tokens(self, request: EmbeddingsGenerationRequest) -> int | None:
+        """Return the smaller of the request's ``max_tokens`` and `max_length`; None if both are None."""
         if request.max_tokens is None:
             return self.max_length
         if request.max_tokens < 1:
@@ -253,8 +255,8 @@ class EmbeddingsTokenizer(TextTokenizer, EmbeddingsContextBuilder):
             num_special = self.backend.num_special_tokens_to_add(text_pair is not None)
             if max_tokens <= num_special:
                 raise InputError(
-                    f"the input is cut to {max_tokens} tokens, but {num_special} of them are special tokens: "
-                    f"raise max_tokens to {num_special + 1} or more"
+                    f"cannot cut the input to {max_tokens} tokens, because the tokenizer adds {num_special} "
+                    f"special tokens: raise max_tokens to {num_special + 1} or more"
                 )
         first_text = valid_unicode(texts[0])
         return first_text if text_pair is None else (first_text, valid_unicode(texts[1]))

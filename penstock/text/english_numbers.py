@@ -46,12 +46,12 @@ def cardinal(number: int) -> str:
 
 def ordinal(number: int) -> str:
     """Return the ordinal of a number from 0 to `MAX_CARDINAL` in words: 21 is "twenty first"."""
-    first_words, _, last = cardinal(number).rpartition(" ")
-    if last in _IRREGULAR_ORDINALS:
-        last = _IRREGULAR_ORDINALS[last]
+    first_words, _, last_word = cardinal(number).rpartition(" ")
+    if last_word in _IRREGULAR_ORDINALS:
+        last_word = _IRREGULAR_ORDINALS[last_word]
     else:
-        last = f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th"
-    return f"{first_words} {last}".strip()
+        last_word = f"{last_word[:-1]}ieth" if last_word.endswith("y") else f"{last_word}th"
+    return f"{first_words} {last_word}".strip()
 
 
 def year(number: int) -> str:
@@ -66,11 +66,11 @@ def year(number: int) -> str:
 
 def _below_thousand(number: int) -> str:
     hundreds, last_two_digits = divmod(number, 100)
-    rest_words = _below_hundred(last_two_digits) if last_two_digits else ""
+    last_two_digits_words = _below_hundred(last_two_digits) if last_two_digits else ""
     if not hundreds:
-        return rest_words
+        return last_two_digits_words
     hundreds_words = f"{_BELOW_TWENTY[hundreds]} hundred"
-    return f"{hundreds_words} and {rest_words}" if last_two_digits else hundreds_words
+    return f"{hundreds_words} and {last_two_digits_words}" if last_two_digits else hundreds_words
 
 
 def _below_hundred(number: int) -> str:

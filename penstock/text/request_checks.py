@@ -36,7 +36,7 @@ def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams
 
 
 def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
-    """Return (JSON schema, grammar) of the output. At most one of them is not None.
+    """Return (JSON schema, grammar) of the output. At least one of them is None.
 
     `TextContext` derives the grammar from a JSON schema.
 

@@ -181,8 +181,8 @@ def best_label(config: Mapping[str, object], scores: _Array) -> str:
         config: the checkpoint's ``config.json``.
         scores: ``[labels]``.
     """
-    best = int(scores.argmax())
-    return label_names(config).get(best, f"LABEL_{best}")
+    index = int(scores.argmax())
+    return label_names(config).get(index, f"LABEL_{index}")
 
 
 def _cosine(first: _Array, second: _Array) -> _Array:

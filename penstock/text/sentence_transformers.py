@@ -146,7 +146,7 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
 
 
 def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
-    """Return (type, folder) of each module. Without ``modules.json``, the only module can be a pooling."""
+    """Return (type, folder) of each module; without ``modules.json``, only of a pooling in ``1_Pooling``."""
     path = checkpoint / "modules.json"
     if not path.is_file():
         pooling = checkpoint / "1_Pooling"

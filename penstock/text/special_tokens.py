@@ -87,11 +87,11 @@ class SpecialTokens:
         # Two attempts, because a template may print the time, which can change between two renderings.
         for _ in range(2):
             text = render(messages)
-            for in_partial_token in (True, False):
-                if not self._with_markers(messages, "\0", in_partial_token)[1]:
+            for marks_partial_tokens in (True, False):
+                if not self._with_markers(messages, "\0", marks_partial_tokens)[1]:
                     return RenderedPrompt(text)
                 for marker in _markers(text):
-                    marked_messages, _ = self._with_markers(messages, marker, in_partial_token)
+                    marked_messages, _ = self._with_markers(messages, marker, marks_partial_tokens)
                     boundaries = _boundaries(text, marked_messages, render, marker)
                     if boundaries is not None:
                         return RenderedPrompt(text, boundaries)
@@ -169,20 +169,20 @@ class SpecialTokens:
         return ids
 
     def _with_markers(
-        self, messages: Sequence[Message], marker: str, in_partial_token: bool
+        self, messages: Sequence[Message], marker: str, marks_partial_tokens: bool
     ) -> tuple[list[Message], bool]:
         """Return the messages with markers, and whether a marker was inserted.
 
         Args:
             messages: the messages.
             marker: the text to insert inside special tokens.
-            in_partial_token: whether to insert markers also where content begins or ends with a part of a
+            marks_partial_tokens: whether to insert markers also where content begins or ends with a part of a
                 special token. The template or other content may add the other part of the token.
         """
         marked_messages = [
             message
             if message.get("role") in _TRUSTED_ROLES
-            else cast("Message", self._mark_value(message, marker, in_partial_token))
+            else cast("Message", self._mark_value(message, marker, marks_partial_tokens))
             for message in messages
         ]
         return marked_messages, any(
@@ -191,23 +191,23 @@ class SpecialTokens:
         )
 
     def _mark_value(
-        self, value: object, marker: str, in_partial_token: bool, is_content: bool = False
+        self, value: object, marker: str, marks_partial_tokens: bool, is_content: bool = False
     ) -> object:
         match value:
             case str():
                 indices = self._indices_inside(value)
-                if in_partial_token and is_content:
+                if marks_partial_tokens and is_content:
                     indices |= self._indices_at_ends(value)
                 return _with_insertions(value, marker, indices) if indices else value
             case Mapping():
                 return {
                     key: item
                     if key in _NON_CONTENT_KEYS
-                    else self._mark_value(item, marker, in_partial_token, key in ("content", "text"))
+                    else self._mark_value(item, marker, marks_partial_tokens, key in ("content", "text"))
                     for key, item in value.items()
                 }
             case list():
-                return [self._mark_value(item, marker, in_partial_token, is_content) for item in value]
+                return [self._mark_value(item, marker, marks_partial_tokens, is_content) for item in value]
         return value
 
     def _indices_inside(self, text: str) -> set[int]:
@@ -292,17 +292,17 @@ def _tokenizations(
 ) -> Iterator[list[int]]:
     """Yield tokenizations of ``text`` without special tokens, as encoded after each of `_TEXTS_BEFORE`.
 
-    Tokenizations whose bytes equal the text come first. The last one is the first that was found. Its bytes
-    may differ from the text, for example because of a normalizer.
+    Tokenizations whose bytes equal the text come first. The last result is the first tokenization of all,
+    whose bytes may differ from the text, for example because of a normalizer.
     """
-    normalized_ids: list[int] = []
+    fallback_ids: list[int] = []
     for text_before in _TEXTS_BEFORE:
         ids_before = tokenizer.encode(text_before, add_special_tokens=False).ids if text_before else []
         ids = tokenizer.encode(text_before + text, add_special_tokens=False).ids
         if ids[: len(ids_before)] != ids_before or not special_tokens.keys().isdisjoint(ids):
             continue
-        normalized_ids = normalized_ids or ids[len(ids_before) :]
+        fallback_ids = fallback_ids or ids[len(ids_before) :]
         if b"".join(map(token_bytes, ids[len(ids_before) :])) == text.encode():
             yield ids[len(ids_before) :]
-    if normalized_ids:
-        yield normalized_ids
+    if fallback_ids:
+        yield fallback_ids

@@ -108,8 +108,8 @@ class SpeechCodes:
     """The mapping between the codes of an audio codec and tokens.
 
     Args:
-        token_ids: ``[codes per frame, codebook size]``: at ``[position, code]``, the id of a code's token.
-            The position is that of the code in its frame.
+        token_ids: ``[codes per frame, codebook size]``. The element ``[position, code]`` is the token id of
+            ``code`` at ``position`` in a frame.
     """
 
     def __init__(self, token_ids: npt.NDArray[np.int64]) -> None:
@@ -153,7 +153,7 @@ class SpeechCodes:
         code. An incomplete frame at the end is not parsed.
 
         Args:
-            tokens: the tokens after the last whole frame.
+            tokens: the generated tokens that earlier calls have not parsed.
 
         Returns:
             (flattened codes, number of parsed tokens, number of dropped tokens among the parsed tokens).
@@ -211,7 +211,7 @@ class SpeechFormat(ABC):
 
     @abstractmethod
     def code_tokens(self) -> npt.NDArray[np.int64]:
-        """Return ``[codes per frame, codebook size]``: at ``[position, code]``, the id of a code's token."""
+        """Return the token ids of all codes, ``[codes per frame, codebook size]`` (see `SpeechCodes`)."""
 
     @property
     @abstractmethod
@@ -251,7 +251,7 @@ class SpeechFormat(ABC):
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """Sampling parameters for values that neither the request nor generation_config.json sets."""
+        """The sampling parameters that apply if neither the request nor generation_config.json sets them."""
         return {**self.sampling, **self.description.sampling}
 
     def token_id(self, text: str) -> int:

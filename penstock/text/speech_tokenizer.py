@@ -78,7 +78,8 @@ class SpeechTokenizer(TextTokenizer):
     Raises:
         CheckpointError: the checkpoint is not recognized as a speech model, lacks tokens of its format, or
             has a damaged file.
-        ConfigError: the format is unknown, or ``chat_template`` is not a template.
+        ConfigError: the format is unknown, or ``chat_template`` cannot be read or is not a template.
+        MissingDependencyError: see `TextTokenizer`.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class SpeechTokenizer(TextTokenizer):
     def split(self, text: str) -> list[str]:
         """Split a text into parts of at most `SpeechFormat.text_limit` characters, at sentences if possible.
 
+        Before the split, numbers become words if ``speech_config.json`` sets ``numbers``.
+
         Raises:
             InputError: the text has no characters to speak.
         """
@@ -132,13 +135,15 @@ class SpeechTokenizer(TextTokenizer):
     def build_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
         """Return the context of a request.
 
-        If the request has ``prompt``, it replaces the prompt that the format makes from the other fields.
+        ``prompt``, if set, replaces the prompt that the speech format builds from the other fields.
         ``audio_prompt_tokens`` are the flattened codes of whole frames.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for speech.
             InputError: the request is invalid. The message contains the reason.
-            UnsupportedFeatureError: the model does not support a parameter.
+            UnsupportedFeatureError: the model does not support a parameter, or the model reads phonemes and
+                espeak is not installed.
+            RequestFailedError: espeak failed.
         """
         params = request.sampling_params
         if params.stop:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 
 def find_byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
-    """Return token id -> byte of byte fallback tokens (``<0xE2>``); empty if the decoder has none."""
+    """Return token id -> byte of byte fallback tokens (``<0xE2>``); empty without byte fallback."""
     named_tokens = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
     tokens = {token_id: byte for token_id, byte in named_tokens if token_id is not None}
     for token_id, byte in tokens.items():
@@ -23,7 +23,7 @@ def single_token_bytes(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping
 
     Args:
         tokenizer: the tokenizer.
-        token_id: the token. It may be special, and it may be part of a character.
+        token_id: the token. It may be special, and its bytes may be part of a character.
         byte_tokens: the result of `find_byte_tokens`.
     """
     if token_id in byte_tokens:
@@ -35,13 +35,15 @@ def single_token_bytes(tokenizer: Tokenizer, token_id: int, byte_tokens: Mapping
     ids_before = tokenizer.encode("a", add_special_tokens=False).ids
     start = len(tokenizer.decode(ids_before, skip_special_tokens=False))
     text = tokenizer.decode([*ids_before, token_id], skip_special_tokens=False)[start:]
-    if "\N{REPLACEMENT CHARACTER}" in text and all(character in BYTE_LEVEL for character in token_text):
-        return bytes(BYTE_LEVEL[character] for character in token_text)
+    if "\N{REPLACEMENT CHARACTER}" in text and all(
+        character in BYTE_OF_CHARACTER for character in token_text
+    ):
+        return bytes(BYTE_OF_CHARACTER[character] for character in token_text)
     return text.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return character -> byte. Printable bytes are their own characters; others have U+0100 and above."""
+    """Return character -> byte. A printable byte has its Latin-1 character; others have U+0100 and above."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable += range(ord("®"), ord("ÿ") + 1)
     unprintable = sorted(set(range(256)).difference(printable))
@@ -49,5 +51,5 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
-BYTE_LEVEL = _byte_level_alphabet()
-"""Character of the byte-level alphabet -> byte."""
+BYTE_OF_CHARACTER = _byte_level_alphabet()
+"""Character of the byte-level BPE alphabet -> byte."""

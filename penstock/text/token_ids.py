@@ -17,8 +17,8 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size:
     """Return the token ids of a prompt as an array, which is empty if ``ids`` is empty.
 
     Raises:
-        InputError: ``ids`` is text, bytes, or neither a sequence nor an array; or an element is not an id of
-            the vocabulary. The message contains the first such element.
+        InputError: ``ids`` is text, bytes, an array without dimensions, or neither a sequence nor an array;
+            or an element is not an id of the vocabulary. The message contains the first such element.
     """
     is_text_or_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
     if is_text_or_bytes or not isinstance(ids, Sequence | np.ndarray):

@@ -61,9 +61,10 @@ class TextTokenizer:
 
     Args:
         checkpoint: a folder with ``tokenizer.json`` or with an older tokenizer that transformers can
-            convert, or the result of `read_tokenizer_files`.
+            convert, a GGUF file, or the result of `read_tokenizer_files`.
         max_length: maximum number of tokens of prompt and output together. None uses the checkpoint's limit.
-        chat_template: a Jinja or JSON file (``chat_template``) that replaces the checkpoint's template.
+        chat_template: a Jinja file, or a JSON file with the key ``chat_template``, that replaces the
+            checkpoint's templates.
         eos_token_ids: ids that end an output, in addition to the ids in the checkpoint's files.
         special_tokens_in_content: whether special tokens (``<|im_end|>``) in the content of user and tool
             messages are encoded as these tokens. By default they are encoded as text, so that a message
@@ -71,7 +72,7 @@ class TextTokenizer:
 
     Raises:
         CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
-        ConfigError: ``chat_template`` is not a template.
+        ConfigError: ``chat_template`` cannot be read or is not a template.
         MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
 
@@ -92,7 +93,8 @@ class TextTokenizer:
         )
         self.max_length = max_length if max_length is not None else files.max_length
         self.vocab_size = files.vocab_size
-        """Token ids are below this number: ``vocab_size`` of ``config.json``, otherwise of the tokenizer."""
+        """All token ids are below this number: ``vocab_size`` of ``config.json`` or of the GGUF metadata,
+        otherwise the size of the tokenizer's vocabulary."""
         self.special_tokens = files.special_tokens
         """Name -> text: ``{"eos_token": "</s>", ...}``."""
         self._origin = files.origin
@@ -114,7 +116,11 @@ class TextTokenizer:
 
     @property
     def eos(self) -> int:
-        """The tokenizer's end token, or another of `eos_token_ids`. Raises `CheckpointError` without any."""
+        """The tokenizer's EOS token ID; if it has none, the first other ID in `eos_token_ids`.
+
+        Raises:
+            CheckpointError: `eos_token_ids` is empty.
+        """
         if not self._eos_token_ids:
             raise CheckpointError(self._origin, "has no end-of-sequence token (eos_token, eos_token_id)")
         return self._eos_token_ids[0]
@@ -124,7 +130,7 @@ class TextTokenizer:
         """A new set of all tokens that end an output, from the files and the argument ``eos_token_ids``."""
         return set(self._eos_token_ids)
 
-    expects_content_wrapping = False  # text parts of messages have the form {"type": "text", "text": ...}
+    expects_content_wrapping = False  # text parts of messages have the key ``text``, not ``content``
     reads_images = False
     """Whether requests may have images."""
 
@@ -163,11 +169,15 @@ class TextTokenizer:
 
         - The generated tokens of the context can be passed one by one or several at a time, in order. The
           concatenated results are the text after the prompt, including spaces between words.
-        - A call with all generated tokens returns the whole text, also repeatedly.
+        - A call with all generated tokens returns the whole text. The call can be repeated.
         - An incomplete character at the end is returned when it is complete, or at the end of the output.
         - Tokens that the context has not generated are decoded as a separate text (see `context_decoding`).
 
         The only keyword argument is ``skip_special_tokens``, by default True. `decode_ids` needs no context.
+
+        Raises:
+            UnknownParameterError: another keyword argument is passed.
+            InputError: an element is not an integer from 0 to 2**32 - 1.
         """
         skip_special_tokens = kwargs.pop("skip_special_tokens", True)
         if kwargs:
@@ -260,7 +270,11 @@ class TextTokenizer:
     def decode_ids(
         self, ids: Sequence[int] | npt.NDArray[np.integer], skip_special_tokens: bool = True
     ) -> str:
-        """Return the text of tokens. Ids without a token, such as padding of the vocabulary, have no text."""
+        """Return the text of tokens. Ids without a token, such as padding of the vocabulary, have no text.
+
+        Raises:
+            InputError: an element is not an integer from 0 to 2**32 - 1.
+        """
         try:
             return self.backend.decode(cast("Sequence[int]", ids), skip_special_tokens)
         except (OverflowError, TypeError):
@@ -315,7 +329,7 @@ class TextTokenizer:
 
     @cached_property
     def byte_tokens(self) -> dict[int, int]:
-        """Token id -> byte of byte fallback tokens (``<0xE2>``); empty if the tokenizer has none."""
+        """Token id -> byte of byte fallback tokens (``<0xE2>``); empty if decoding has no byte fallback."""
         return find_byte_tokens(self.backend)
 
     def _prompt(
@@ -362,7 +376,7 @@ class TextTokenizer:
         return prompt
 
     def _new_context(self, request: TokenGeneratorRequest, values: Mapping[str, Any]) -> TextContext:
-        """Create the context from its fields. Subclasses create contexts of a subclass."""
+        """Create the context from its fields. Overrides may return a subclass of `TextContext`."""
         return TextContext(**values)
 
     def _normalize(self, text: str) -> str:

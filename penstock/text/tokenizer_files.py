@@ -20,7 +20,7 @@ from penstock.weights.gguf_config import gguf_config
 from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
+_SLOW_TOKENIZER_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
 _NO_LIMIT = 10**9  # a model_max_length from this value on means no limit; transformers writes 10**30
 
 
@@ -40,8 +40,8 @@ class TokenizerFiles:
 def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint folder or of a GGUF file.
 
-    If the folder of a GGUF file has ``tokenizer.json``, the tokenizer files of the folder override the GGUF
-    file. The end-of-sequence ids of both are used.
+    If the folder of a GGUF file has ``tokenizer.json``, the tokenizer, special tokens and templates of the
+    folder override those of the GGUF file. The end-of-sequence ids of both are used.
 
     Raises:
         CheckpointError: the tokenizer is missing, damaged or not convertible, or a JSON file is invalid.
@@ -125,7 +125,7 @@ def _load_fast(path: Path) -> Tokenizer:
 
 
 def _convert_slow(checkpoint: Path) -> Tokenizer:
-    if not any((checkpoint / name).is_file() for name in _SLOW_TOKENIZERS):
+    if not any((checkpoint / name).is_file() for name in _SLOW_TOKENIZER_FILES):
         raise CheckpointError(checkpoint, "has no tokenizer.json, and no older tokenizer to convert")
     try:
         from transformers import AutoTokenizer
@@ -143,9 +143,9 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 @contextmanager
 def _log_disabled(library: str) -> Iterator[None]:
-    """Context manager that hides log records of a library below CRITICAL.
+    """Context manager that hides the log records of a library below CRITICAL.
 
-    The exceptions of the library contain the same messages.
+    The records repeat the messages of the library's exceptions.
     """
     logger = logging.getLogger(library)
     level = logger.level
@@ -168,23 +168,23 @@ def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def _add_missing_tokens(
     tokenizer: Tokenizer, settings: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
-    """Add the tokens that only tokenizer_config.json contains, and mark its special tokens as special."""
+    """Add the tokens of ``settings`` that the tokenizer lacks, and mark the special tokens as special."""
     added_tokens = cast("dict[str, dict[str, object]]", settings.get("added_tokens_decoder", {}))
-    for _, entry in sorted(added_tokens.items(), key=lambda item: int(item[0])):
+    for _, token in sorted(added_tokens.items(), key=lambda item: int(item[0])):
         flags = {
-            name: bool(entry.get(name))
+            name: bool(token.get(name))
             for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
         }
-        tokenizer.add_tokens([AddedToken(str(entry["content"]), **flags)])
+        tokenizer.add_tokens([AddedToken(str(token["content"]), **flags)])
     token_lists = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
-    names = [
+    configured_tokens = [
         *special_tokens.values(),
         *(token for tokens in token_lists if isinstance(tokens, list) for token in tokens),
     ]
     special_texts = {
         token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
     }
-    texts = [name["content"] if isinstance(name, dict) else name for name in names]
+    texts = [token["content"] if isinstance(token, dict) else token for token in configured_tokens]
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in texts if text not in special_texts]
     )
@@ -198,6 +198,7 @@ def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, ob
     """
     if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return
+    # Only a normalizer that prepends "▁", replaces spaces by "▁" and changes nothing else is replaced.
     normalizer = tokenizer.normalizer
     if (
         normalizer is None

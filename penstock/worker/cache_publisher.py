@@ -77,9 +77,9 @@ def _as_array(event: CacheEvent) -> list[object]:
             block_size = len(event.token_ids) // len(event.digests)
             parent = None if event.parent is None else _hash(event.parent)
             lora_id, medium = None, None
-            names = (lora_id, medium, event.adapter)
             hashes = [*map(_hash, event.digests)]
-            return ["BlockStored", hashes, parent, event.token_ids, block_size, *names]
+            fields = [hashes, parent, event.token_ids, block_size, lora_id, medium, event.adapter]
+            return ["BlockStored", *fields]
         case BlocksRemoved():
             return ["BlockRemoved", [*map(_hash, event.digests)]]
         case _:

@@ -57,7 +57,7 @@ class _WorkerHost(Protocol):
         """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """End the worker if possible. Return how the worker ended, or ``still running`` for a thread."""
+        """End the worker if possible. Return how it ended; ``still running`` if a thread has not ended."""
 
 
 class _Process:
@@ -142,7 +142,7 @@ class WorkerConnection:
         context: the ZeroMQ context of the server.
         factory: loads the model in the worker; picklable, unless ``in_thread``.
         endpoint: the addresses of the sockets. Each connection needs separate addresses.
-        in_thread: run the worker in a thread of this process.
+        in_thread: whether the worker runs in a thread of this process.
         memory_limit: limit of the process's private memory, in bytes. None for no limit, and for a thread.
     """
 

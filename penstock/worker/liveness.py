@@ -58,7 +58,7 @@ class Liveness:
         self.silence = 0.0
 
     def check(self, hang_limit: float) -> str:
-        """Return the reason why the worker must be killed, or an empty string.
+        """Update `silence`, and return the reason why the worker must be killed, or an empty string.
 
         The reason is a silence of at least ``hang_limit`` seconds, or that the worker was suspended in this
         check and in the previous one.

@@ -6,7 +6,8 @@
          | <-- Started | StartFailed, StepResults, CallResult, Pong ------ |
 
 A context is sent once, in `Submit`; later messages contain only its request id. One `StepResults` carries the
-results of a step for all requests. The messages of the worker are encoded as arrays without field names.
+results of a step for all requests. The worker's messages are encoded as arrays without field names, but
+nested types such as `WorkerInfo` have field names.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from penstock.pipelines.core.cache_events import CacheEvent
 from penstock.pipelines.core.serialization import Frame, frames_decoder, frames_encoder
 from penstock.scheduler.isolation import FAULT_MESSAGE
 
-# -- Both directions -------------------------------------------------------------------------------------
+# -- Errors ----------------------------------------------------------------------------------------------
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):

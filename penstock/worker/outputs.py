@@ -1,4 +1,4 @@
-"""Converts pipeline outputs to messages. No other module of the worker depends on the output types."""
+"""Converts pipeline outputs to messages. Only this module distinguishes the types of outputs."""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ class PrefixMap:
         """
         expected_workers = self._expected_workers
         for digest in recorded_digests:
-            entry = expected_workers[digest]
-            if entry & _COUNT_MASK == 1:
+            workers_and_count = expected_workers[digest]
+            if workers_and_count & _COUNT_MASK == 1:
                 del expected_workers[digest]
             else:
-                expected_workers[digest] = entry - 1
+                expected_workers[digest] = workers_and_count - 1
 
     def depths(self, digests: Sequence[bytes], workers: int) -> dict[int, int]:
         """Return worker -> number of leading blocks, for workers that have or expect the first block.

@@ -306,7 +306,7 @@ class _Loop:
         return Admission(context.request_id, context.num_cached_tokens)
 
     def _result(self, request_id: str, output: PipelineOutput) -> RequestResult | None:
-        """Return the message for an output; None if the output is empty and not final."""
+        """Count the tokens of an output, and return its message; None if it is empty and not final."""
         context = self._contexts[request_id]
         result = result_message(context, output)
         if result is not None:

@@ -79,7 +79,7 @@ class WorkerRouter:
         self._draining = 0  # bit set of the workers that get no new requests
         self._is_reloading = False
         self._listeners: list[CacheListener] = []
-        self._num_lost_restarts = 0  # number of restarts of workers that have been replaced
+        self._num_restarts_of_replaced = 0  # restarts of workers that were replaced
         self.prefixes = PrefixMap()
         """The cached and the expected blocks of each worker."""
         if len(workers) > 1:
@@ -119,9 +119,13 @@ class WorkerRouter:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Name -> path of the LoRA adapters that all workers have loaded."""
-        adapters = [worker.adapters for worker in self._workers]
-        return {name: path for name, path in adapters[0].items() if all(name in names for names in adapters)}
+        """Name -> path in the first worker, for the LoRA adapters that all workers have loaded."""
+        first_adapters, *other_adapters = [worker.adapters for worker in self._workers]
+        return {
+            name: path
+            for name, path in first_adapters.items()
+            if all(name in adapters for adapters in other_adapters)
+        }
 
     @property
     def num_outstanding(self) -> int:
@@ -136,7 +140,7 @@ class WorkerRouter:
     @property
     def num_restarts(self) -> int:
         """The number of times that a worker ended unexpectedly or a restart failed."""
-        return self._num_lost_restarts + sum(worker.num_restarts for worker in self._workers)
+        return self._num_restarts_of_replaced + sum(worker.num_restarts for worker in self._workers)
 
     # -- Requests ----------------------------------------------------------------------------------------
 
@@ -336,7 +340,7 @@ class WorkerRouter:
         """
         self._check_not_reloading()
         if self.state == "asleep":
-            raise UnavailableError("the model is asleep: waking it up also loads it again", retry_after=1)
+            raise UnavailableError("the model is asleep: send POST /wake_up, then try again", retry_after=1)
         self._is_reloading = True
         try:
             for number in range(len(self._workers)):
@@ -362,7 +366,7 @@ class WorkerRouter:
                 raise
             self._workers[number] = new_worker
             self._report(number, [BlocksCleared()])
-            self._num_lost_restarts += old_worker.num_restarts
+            self._num_restarts_of_replaced += old_worker.num_restarts
         finally:
             self._draining &= ~(1 << number)
         if len(self._workers) == 1:

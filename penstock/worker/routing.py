@@ -17,7 +17,7 @@ MAX_DIGESTS = 512
 """Maximum number of blocks of a prompt to hash. Hashing runs in the event loop, and a longer common prefix
 rarely changes the choice."""
 REQUEST_COST = 96
-"""Cost of a request in addition to its prompt: the number of prompt tokens that take as long to compute."""
+"""Cost of a request in addition to the cost of its prompt, in prompt tokens."""
 MAX_SESSIONS = 100_000
 """Maximum number of sessions with an assigned worker. The least recently used sessions are dropped."""
 
@@ -56,7 +56,7 @@ class WorkerLoads:
         self.costs.append(0)
 
     def clear(self, worker: int) -> None:
-        """Remove all requests of a worker. The caller must not call `start` or `end` for these requests."""
+        """Remove all requests of a worker. `start` and `end` must not be called for them afterwards."""
         self.num_requests[worker] = self.costs[worker] = 0
 
     def add(self, worker: int, num_tokens: int) -> RequestLoad:
@@ -95,7 +95,7 @@ class RoutingPolicy(Protocol):
 
 
 class LeastLoaded:
-    """Chooses the worker with the fewest requests; among several, the one with the smallest number."""
+    """Chooses the worker with the fewest requests; of several, the one with the smallest worker number."""
 
     def choose(
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int

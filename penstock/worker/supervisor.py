@@ -265,7 +265,7 @@ class WorkerSupervisor:
             await asyncio.sleep(RESTART_DELAY * 2**num_failed if num_failed else 0)
 
     async def _start_worker(self) -> PenstockError | None:
-        """Wait until a worker has started. Return its error if it could not start."""
+        """Launch a worker if needed, and wait for its start. Return the error of a failed start, or None."""
         try:
             connection = self._connection or self._connect()
         except (OSError, zmq.ZMQError) as error:

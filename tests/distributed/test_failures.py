@@ -90,32 +90,32 @@ async def test_all_ranks_restart_after_one_is_killed(tiny_checkpoint: Path) -> N
 
     await client.start()
     try:
-        expected_tokens = await _tokens(client.submit(make_numbered_context(1, 8)))
+        expected_tokens = await _read_tokens(client.submit(make_numbered_context(1, 8)))
         for killed_rank in (1, 0, 1):
             worker_pid = client.info.pid  # rank 0
             (rank_1_pid,) = _other_rank_pids(worker_pid)
             generations = [client.submit(make_numbered_context(number, 100)) for number in range(8)]
             await anext(generations[0])
             os.kill(rank_1_pid if killed_rank else worker_pid, signal.SIGKILL)
-            outcomes = await asyncio.gather(*map(_tokens, generations), return_exceptions=True)
+            outcomes = await asyncio.gather(*map(_read_tokens, generations), return_exceptions=True)
             assert any(isinstance(outcome, UnavailableError) for outcome in outcomes)
             assert all(isinstance(outcome, UnavailableError | list) for outcome in outcomes)
             await _wait_until(lambda old_pid=worker_pid: client.is_alive and client.info.pid != old_pid)
-            assert await _tokens(client.submit(make_numbered_context(1, 8))) == expected_tokens
+            assert await _read_tokens(client.submit(make_numbered_context(1, 8))) == expected_tokens
             await _wait_until(lambda pid=rank_1_pid: not _is_running(pid))
         # All ranks are replaced without a request if a rank exits while the server is idle.
         worker_pid = client.info.pid
         (rank_1_pid,) = _other_rank_pids(worker_pid)
         os.kill(rank_1_pid, signal.SIGKILL)
         await _wait_until(lambda: client.is_alive and client.info.pid != worker_pid)
-        assert await _tokens(client.submit(make_numbered_context(1, 8))) == expected_tokens
+        assert await _read_tokens(client.submit(make_numbered_context(1, 8))) == expected_tokens
         (rank_1_pid,) = _other_rank_pids(client.info.pid)
     finally:
         await client.stop(0)
     await _wait_until(lambda: not _is_running(rank_1_pid))
 
 
-async def _tokens(generation: Generation) -> list[int]:
+async def _read_tokens(generation: Generation) -> list[int]:
     return [token for delta in [delta async for delta in generation] for token in delta.token_ids]
 
 

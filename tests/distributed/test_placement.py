@@ -22,7 +22,7 @@ def test_each_rank_is_bound_to_processors_of_one_numa_node(
         monkeypatch.setattr(module, "numa_nodes", lambda: {0: (0, 1, 2, 3, 12), 1: (4, 5, 6, 7)})
     monkeypatch.setattr(processors, "_core_id", lambda number: (0, number))
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert [cpus.processors for cpus in placement.rank_processors(world_size)] == expected
+    assert [share.processors for share in placement.rank_processors(world_size)] == expected
 
 
 def test_ranks_on_one_numa_node_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from penstock.pipelines.core.cache_events import BlocksCleared, BlocksRemoved, B
 PROMPT = list(range(10))
 
 
-def registered_digests(context: TextContext) -> list[bytes]:
+def full_block_digests(context: TextContext) -> list[bytes]:
     root = context_root(context, 0, None)
     assert root is not None
     return chain_digests(root, context.all_tokens, {}, range(context.current_length // 4), 4)
@@ -42,12 +42,12 @@ def test_only_new_blocks_have_stored_events_with_digests_parent_and_tokens() -> 
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.record_events()
     run_one_step(manager, context, token=10)
-    first_digest, second_digest = registered_digests(context)
+    first_digest, second_digest = full_block_digests(context)
     assert manager.take_events() == [BlocksStored([first_digest, second_digest], None, PROMPT[:8])]
     assert manager.take_events() == []
     run_one_step(manager, context, token=11)
     run_one_step(manager, context, token=12)  # computes the twelfth token
-    third_digest = registered_digests(context)[2]
+    third_digest = full_block_digests(context)[2]
     assert manager.take_events() == [BlocksStored([third_digest], second_digest, [8, 9, 10, 11])]
     equal_context = text_context(PROMPT)
     run_one_step(manager, equal_context)
@@ -68,12 +68,12 @@ def test_an_eviction_is_recorded_as_a_removed_event() -> None:
     manager.take_events()
     other_context = text_context([50 + number for number in range(12)])
     run_one_step(manager, other_context)
-    first_digest, second_digest = registered_digests(text_context(PROMPT))
+    first_digest, second_digest = full_block_digests(text_context(PROMPT))
     events = manager.take_events()
     assert events[0] == BlocksRemoved([second_digest])  # the last block of a prompt is evicted first
     assert apply_events({first_digest, second_digest}, events) == {
         first_digest,
-        *registered_digests(other_context),
+        *full_block_digests(other_context),
     }
 
 
@@ -106,13 +106,13 @@ def test_a_reset_forgets_cached_blocks_and_keeps_running_requests() -> None:
     manager.claim(equal_context)
     assert equal_context.num_cached_tokens == 0
     manager.release(equal_context)
-    compute_rest(manager, context)
+    compute_more_tokens(manager, context)
     manager.release(context)
     assert manager.num_free_blocks == 8
     manager.check_integrity()
 
 
-def compute_rest(manager: KVCacheManager, context: TextContext) -> None:
+def compute_more_tokens(manager: KVCacheManager, context: TextContext) -> None:
     for token in range(6):
         run_one_step(manager, context, token=token)  # checks the keys of all tokens
 

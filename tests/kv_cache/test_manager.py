@@ -312,14 +312,14 @@ def test_a_prefix_hit_needs_the_blocks_within_the_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "regime", "shortest", "steps_left"),
+    ("length", "regime", "min_length", "steps_left"),
     [(1, 0, 0, 7), (7, 0, 0, 1), (8, 1, 8, 5), (12, 1, 8, 1), (13, 2, 13, None), (99, 2, 13, None)],
 )
 def test_a_length_determines_the_regime_and_the_steps_left(
-    length: int, regime: int, shortest: int, steps_left: int | None
+    length: int, regime: int, min_length: int, steps_left: int | None
 ) -> None:
     spec = kv_spec(None, key_limits=(7, 12))
-    assert (spec.regime(length), spec.min_regime_length(length)) == (regime, shortest)
+    assert (spec.regime(length), spec.min_regime_length(length)) == (regime, min_length)
     assert spec.steps_left(length) == steps_left
     assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
 
@@ -597,7 +597,7 @@ def test_waits_for_continues_from_the_last_lookup(monkeypatch: pytest.MonkeyPatc
 def test_admits_counts_shared_and_evictable_blocks() -> None:
     manager = kv_manager(5)
     first_context = text_context(PROMPT)
-    run_one_step(manager, first_context, 50)  # three blocks, two of them cached
+    run_one_step(manager, first_context, 50)  # three blocks, two of them registered
     assert manager.admits(text_context(PROMPT))  # shares two blocks, needs one
     assert manager.admits(text_context(PROMPT), headroom=1)
     assert not manager.admits(text_context(PROMPT), headroom=2)

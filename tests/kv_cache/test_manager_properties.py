@@ -21,7 +21,7 @@ from support.random_draws import num_examples
 from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.core import TextContext
 
-BLOCK = 4
+BLOCK_SIZE = 4
 COMMON_TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # each prompt begins with a prefix of this stream
 
 ContextChoice = Callable[[list[TextContext]], TextContext]
@@ -38,7 +38,7 @@ class Operations(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager = kv_manager(
-            *self.num_blocks, windows=self.windows, block_size=BLOCK, enable_prefix_caching=self.caching
+            *self.num_blocks, windows=self.windows, block_size=BLOCK_SIZE, enable_prefix_caching=self.caching
         )
         self.waiting: list[TextContext] = []
         self.claimed: list[TextContext] = []
@@ -63,7 +63,7 @@ class Operations(RuleBasedStateMachine):
         self.manager.claim(context)
         self.waiting.remove(context)
         self.claimed.append(context)
-        assert context.start_idx % BLOCK == 0
+        assert context.start_idx % BLOCK_SIZE == 0
         assert context.start_idx < context.active_idx
         if is_first_claim:
             assert context.num_cached_tokens == context.start_idx
@@ -182,10 +182,12 @@ class Operations(RuleBasedStateMachine):
                 padding = [0] * (group.block_tables.shape[1] - len(table))
                 assert group.block_tables[row].tolist() == table + padding
                 block_offsets = [
-                    divmod(position, BLOCK) for position in range(context.start_idx, context.active_idx)
+                    divmod(position, BLOCK_SIZE) for position in range(context.start_idx, context.active_idx)
                 ]
-                assert slots.tolist() == [table[column] * BLOCK + offset for column, offset in block_offsets]
-                written_blocks = set((slots // BLOCK).tolist())
+                assert slots.tolist() == [
+                    table[column] * BLOCK_SIZE + offset for column, offset in block_offsets
+                ]
+                written_blocks = set((slots // BLOCK_SIZE).tolist())
                 assert 0 not in written_blocks
                 for other_context in self.claimed:
                     if other_context is not context:
@@ -203,14 +205,15 @@ class OperationsWithWindowsOnly(Operations):
     num_blocks = (8, 10)
 
 
-class OperationsWithoutPrefixes(Operations):
+class OperationsWithoutPrefixCaching(Operations):
     windows = (None, 6)
     num_blocks = (14, 14)
     caching = False
 
 
 @pytest.mark.parametrize(
-    "operations", [Operations, OperationsWithAWindow, OperationsWithWindowsOnly, OperationsWithoutPrefixes]
+    "operations",
+    [Operations, OperationsWithAWindow, OperationsWithWindowsOnly, OperationsWithoutPrefixCaching],
 )
 def test_random_operations_keep_the_cache_consistent(operations: type[Operations]) -> None:
     run_state_machine_as_test(

@@ -104,7 +104,7 @@ def test_blocks_that_are_used_again_need_no_pages(manager: KVCacheManager) -> No
     assert populate_all(manager) == 0
 
 
-def test_all_blocks_can_be_allocated(manager: KVCacheManager) -> None:
+def test_pages_of_all_blocks_can_be_allocated(manager: KVCacheManager) -> None:
     for token in range(9):
         populate_all(manager)
         use_blocks(manager, 40, token)

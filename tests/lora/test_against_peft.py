@@ -26,7 +26,7 @@ pytestmark = pytest.mark.models
 
 PROMPT = random_tokens(23, 130, seed=3)
 
-CASES: dict[str, dict[str, Any]] = {
+ADAPTER_CONFIGS: dict[str, dict[str, Any]] = {
     "all linear layers": {},
     "queries and values": {"target_modules": ["q_proj", "v_proj"]},
     "one slice of the fused gate-up layer": {"target_modules": ["up_proj"]},
@@ -51,9 +51,9 @@ def compute_adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> to
 
 
 @pytest.mark.parametrize("kernels", ["best", "reference"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ADAPTER_CONFIGS)
 def test_logits_equal_peft(checkpoint: Path, case: str, kernels: str, tmp_path: Path) -> None:
-    adapter = write_adapter(checkpoint, tmp_path, **CASES[case])
+    adapter = write_adapter(checkpoint, tmp_path, **ADAPTER_CONFIGS[case])
     expected = peft_logits(checkpoint, adapter, PROMPT)
     actual = compute_adapted_logits(checkpoint, adapter, kernels=kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)

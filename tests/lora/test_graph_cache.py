@@ -28,7 +28,7 @@ from penstock.pipelines.core import TextContext
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
 ISAS = cpu.available_isas()
-CASES = [
+ISAS_AND_ENCODINGS = [
     *((isa, "bfloat16") for isa in ISAS),
     *((isa, encoding) for isa in ISAS[-1:] for encoding in ("float32", "int8", "int4")),
 ]
@@ -54,8 +54,8 @@ class Recorder:
         self.logits: list[torch.Tensor] = []
         self.step_kinds: list[str] = []
 
-    def run(self, contexts: Sequence[TextContext], steps: int = 1, rows: int = 1) -> None:
-        for _ in range(steps):
+    def run(self, contexts: Sequence[TextContext], num_steps: int = 1, rows: int = 1) -> None:
+        for _ in range(num_steps):
             for context in contexts:
                 end = min(context.start_idx + rows, context.current_length)
                 context.set_token_indices(active_idx=end)
@@ -111,7 +111,7 @@ def run_changing_batches(pipeline: TextGenerationPipeline, adapters: dict[str, P
     return recorder
 
 
-@pytest.mark.parametrize(("isa", "encoding"), CASES)
+@pytest.mark.parametrize(("isa", "encoding"), ISAS_AND_ENCODINGS)
 def test_replayed_steps_are_bit_equal_to_eager_steps(
     checkpoint: Path, adapters: dict[str, Path], isa: str, encoding: str
 ) -> None:

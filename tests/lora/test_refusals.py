@@ -180,7 +180,10 @@ def test_a_rank_above_the_maximum_is_refused(checkpoint: Path, manager: LoRAMana
     [
         (lambda t: t.pop(f"{Q_PROJ}.lora_A.weight"), rf"1 missing: {Q_PROJ}.lora_A.weight$"),
         (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), rf"1 missing: {Q_PROJ}.lora_B.weight$"),
-        (lambda t: [t.pop(f"{Q_PROJ}.lora_{half}.weight") for half in "AB"], r"2 missing: .*lora_A.*lora_B"),
+        (
+            lambda t: [t.pop(f"{Q_PROJ}.lora_{letter}.weight") for letter in "AB"],
+            r"2 missing: .*lora_A.*lora_B",
+        ),
         (
             lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.zeros(5, 47)}),
             rf"1 misshapen: {Q_PROJ}.lora_A.weight is \[5, 47\] where the model needs \[5, 48\]",

@@ -17,7 +17,7 @@ from support.vision import PROMPTS, forward_logits, save_vision_model
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.errors import WeightsError
 
-CASES: dict[str, dict[str, Any]] = {
+ADAPTER_CONFIGS: dict[str, dict[str, Any]] = {
     "smolvlm": {
         "target_modules": r".*text_model\.layers\.[02].*\.(q_proj|down_proj)|lm_head",
         "rank_pattern": {r"text_model\.layers\.2\.self_attn\.q_proj": 7},
@@ -48,14 +48,14 @@ def add_random_adapter(model: Any, **config: Any) -> Any:
     return peft_model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ADAPTER_CONFIGS)
 def test_logits_equal_peft(name: str, tmp_path: Path) -> None:
     model = save_vision_model(find_architecture(name), tmp_path / "base")
     tiny_config = find_architecture(name).tiny_config
     assert tiny_config is not None
     prompt = PROMPTS[name](tiny_config())
     plain_logits = prompt.logits(model)
-    peft_model = add_random_adapter(model, **CASES[name])
+    peft_model = add_random_adapter(model, **ADAPTER_CONFIGS[name])
     save_adapter(peft_model, tmp_path / "adapter")
     expected = prompt.logits(peft_model)
     pipeline = open_pipeline(tmp_path / "base", lora=(f"tone={tmp_path / 'adapter'}",))

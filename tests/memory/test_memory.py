@@ -225,7 +225,7 @@ def test_every_sequence_of_the_batch_fits_if_memory_suffices() -> None:
     assert plan.kv_cache_size == 1025 * BYTES_PER_BLOCK
 
 
-def test_a_gpu_has_larger_default_sizes() -> None:
+def test_a_gpu_has_a_larger_default_batch_size() -> None:
     config = PipelineConfig(model=ModelConfig(devices=parse_devices("gpu")))
     assert make_plan(config, free=10**9).max_batch_size == 256
     assert make_plan(replace(config, max_batch_input_tokens=100), free=10**9).max_batch_size == 100

@@ -20,7 +20,7 @@ def test_decode_rows_reserve_one_row_for_each_later_context(
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 20))
-def test_each_generating_context_gets_a_row(num_remaining_tokens: list[int], num_spare_rows: int) -> None:
+def test_each_decoding_context_gets_a_row(num_remaining_tokens: list[int], num_spare_rows: int) -> None:
     budget = len(num_remaining_tokens) + num_spare_rows
     for index, tokens in enumerate(num_remaining_tokens):
         rows = decode_rows(tokens, budget, len(num_remaining_tokens) - index - 1)

@@ -11,16 +11,16 @@ from support.kv_contexts import kv_manager
 from penstock.pipelines.core import TextAndVisionContext
 from penstock.scheduler import Scheduler
 
-IMAGE = 99
+IMAGE_TOKEN = 99
 
 
 def make_context(name: str, *lengths: int, seed: int = 0) -> TextAndVisionContext:
     """Return a context with three text tokens before, between and after images of these lengths."""
     tokens = [1, 2, 3]
     for length in lengths:
-        tokens += [IMAGE] * length + [4, 5, 6]
+        tokens += [IMAGE_TOKEN] * length + [4, 5, 6]
     pixels = [np.full(2, seed + index) for index in range(len(lengths))]
-    return image_context(tokens, pixels, IMAGE, 5, has_bidirectional_images=True, request_id=name)
+    return image_context(tokens, pixels, IMAGE_TOKEN, 5, has_bidirectional_images=True, request_id=name)
 
 
 def run_contexts(

@@ -150,7 +150,7 @@ def test_decoding_continues_while_a_long_prompt_is_computed() -> None:
     assert run.finish() == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}, {"a": 1}]
 
 
-def test_the_remaining_budget_goes_to_the_next_prompt_if_it_is_a_minimum_chunk() -> None:
+def test_the_next_prompt_gets_the_remaining_budget_unless_it_is_below_the_minimum_chunk() -> None:
     run = SchedulerRun()
     run.submit("a", 10, max_new_tokens=1)
     run.submit("b", 10, max_new_tokens=1)
@@ -548,7 +548,7 @@ def test_an_id_in_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_batch_input_tokens", "min_chunk_size"])
-def test_limits_are_at_least_one(name: str) -> None:
+def test_limits_below_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be at least 1, was 0"):
         SchedulerRun(**{name: 0})
 

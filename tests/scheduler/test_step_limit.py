@@ -1,4 +1,4 @@
-"""`StepLimit`: short steps while one client has many running requests and others send requests, too."""
+"""`StepLimit`: short steps while one client has many running requests and other clients send requests."""
 
 from __future__ import annotations
 

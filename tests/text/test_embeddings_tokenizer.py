@@ -121,7 +121,9 @@ def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None
     assert len(encode_request(tokenizer, "cat " * 30)) == 32, (
         "an earlier request with truncation has no effect"
     )
-    with pytest.raises(InputError, match="cut to 2 tokens, but 2 of them are special tokens: raise max_tok"):
+    with pytest.raises(
+        InputError, match="because the tokenizer adds 2 special tokens: raise max_tokens to 3"
+    ):
         build_context(tokenizer, text, truncate=True, max_tokens=2)
     with pytest.raises(InputError, match="max_tokens must be at least 1, was 0"):
         build_context(tokenizer, text, truncate=True, max_tokens=0)

@@ -23,7 +23,7 @@ POOLING_FLAGS = {
 }
 
 
-def test_a_checkpoint_without_the_files_has_the_default_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_without_sentence_transformers_files_has_the_default_layout(tmp_path: Path) -> None:
     layout = read_layout(write_tiny_embedder(tmp_path, modules=None))
     assert layout == SentenceTransformersLayout()
     assert layout.poolings == ()

@@ -219,7 +219,7 @@ def test_special_tokens_in_joined_parts_are_text(shared_data: Path) -> None:
     )
 
 
-FAKE_CASES = [
+TEMPLATE_CASES = [
     ("{{ messages[0].content }}|>", "<|end", b"<|end|>"),  # the template completes the special token
     ("<|{{ messages[0].content }}", "end|>", b"<|end|>"),
     ("<|{{ messages[0].content }}|>", "end", b"<|end|>"),
@@ -241,7 +241,7 @@ FAKE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("template", "content", "expected"), FAKE_CASES)
+@pytest.mark.parametrize(("template", "content", "expected"), TEMPLATE_CASES)
 def test_content_modified_by_a_template_is_encoded_as_text(
     template: str, content: str, expected: Any
 ) -> None:
@@ -348,7 +348,7 @@ def test_a_special_token_without_another_encoding_is_refused() -> None:
         encode_prompt(tokenizer, make_message("user", "a § a"))
 
 
-def test_unknown_characters_of_adjacent_messages_are_fused() -> None:
+def test_unknown_characters_at_the_border_of_messages_keep_their_tokens() -> None:
     source = Tokenizer(models.BPE({"?": 0, "a": 1}, [], unk_token="?", fuse_unk=True))
     source.add_special_tokens([AddedToken("?", normalized=False), AddedToken("<x>", normalized=False)])
     tokenizer, permissive_tokenizer = make_tokenizer_pair(
@@ -419,7 +419,7 @@ def _check_published_template(path: Path) -> int:
 
 
 @pytest.mark.parametrize("allows_special_tokens", [False, True])
-def test_the_setting_applies_to_the_loaded_tokenizer(allows_special_tokens: bool) -> None:
+def test_the_special_tokens_setting_applies_to_the_loaded_tokenizer(allows_special_tokens: bool) -> None:
     config = PipelineConfig.from_flat({"special_tokens_in_content": allows_special_tokens})
     tokenizer = load_tokenizer(config)
     spelling = tokenizer.special_tokens["eos_token"]

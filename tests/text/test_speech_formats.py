@@ -85,7 +85,7 @@ def test_an_explicit_prompt_replaces_the_prompt_of_the_format(tokenizers: dict[s
 
 
 CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
-"""The tokens of three codes per frame, each from 0 to 3: 100 to 103, 104 to 107, 108 to 111."""
+"""Three codes per frame, each from 0 to 3. Their tokens are 100 to 103, 104 to 107 and 108 to 111."""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,9 @@ def test_the_format_is_detected(name: str, tmp_path: Path) -> None:
         format_name(folder, "other")
 
 
-def test_numbers_are_written_as_words(tokenizers: dict[str, SpeechTokenizer], tmp_path: Path) -> None:
+def test_numbers_are_written_as_words_if_configured(
+    tokenizers: dict[str, SpeechTokenizer], tmp_path: Path
+) -> None:
     tokenizer = SpeechTokenizer(
         write_tiny_speech(tmp_path / "m", numbers="en", max_characters=30, phonemes=False)
     )

@@ -534,7 +534,7 @@ def load_transformers_tokenizer(folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(str(folder))
 
 
-def test_a_context_is_a_text_context() -> None:
+def test_build_context_returns_a_text_context() -> None:
     assert type(TOKENIZER.build_context(make_request("x"))) is TextContext
 
 

@@ -1,4 +1,4 @@
-"""The worker's loop without a process: commands, steps, reports, and the packing of weights while idle."""
+"""The worker's loop without a process: commands, steps, reports, and preparation while idle."""
 
 from __future__ import annotations
 
@@ -165,18 +165,18 @@ class Socket:
         return [self.frames.pop(0)[1]]
 
 
-@pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
-def test_an_idle_worker_packs_pending_weights_until_a_command_arrives(
-    num_polls: int, num_packed: int
+@pytest.mark.parametrize(("num_polls", "num_prepared"), [(1, 0), (3, 2), (9, 5)])
+def test_an_idle_worker_calls_prepare_next_until_a_command_arrives_or_nothing_remains(
+    num_polls: int, num_prepared: int
 ) -> None:
-    pending_weights = list(range(5))
+    remaining_parts = list(range(5))
 
     def prepare_next() -> bool:
-        pending_weights.pop()
-        return bool(pending_weights)
+        remaining_parts.pop()
+        return bool(remaining_parts)
 
     runtime = replace(fake_runtime(GatedPipeline()), prepare_next=prepare_next)
     socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(runtime, socket, lambda report: None).run()
-    assert 5 - len(pending_weights) == num_packed
+    assert 5 - len(remaining_parts) == num_prepared
     assert socket.waits == [None], "the worker waits once, without a time limit"

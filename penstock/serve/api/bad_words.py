@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.text.token_bytes import BYTE_LEVEL
+from penstock.text.token_bytes import BYTE_OF_CHARACTER
 from penstock.text.tokenizer import TextTokenizer
 
 MAX_SEQUENCES = 1024
@@ -18,7 +18,7 @@ _MAX_TOKEN_BYTES = 16
 """Maximum length in bytes of the tokens that the search uses."""
 _MAX_PARTIAL_SEQUENCES = 4096
 """Maximum number of partial token sequences that the search creates for one text."""
-_BYTE_CHARACTERS = {byte: character for character, byte in BYTE_LEVEL.items()}
+_BYTE_CHARACTERS = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:

@@ -1,1 +1,1 @@
-"""The speech formats, one module each: ``FORMAT`` is a `penstock.text.speech_format.SpeechFormat`."""
+"""The speech formats, one module each: ``FORMAT`` is a subclass of `SpeechFormat`."""

@@ -31,9 +31,10 @@ class NeuTTSFormat(SpeechFormat):
     max_characters = 300
 
     def code_tokens(self) -> npt.NDArray[np.int64]:
-        num_codes = self.description.codes_per_frame or 1
-        size = self.description.codebook_size or 65536
-        return self.numbered_token_ids("<|speech_{}|>", 0, num_codes * size).reshape(num_codes, size)
+        codes_per_frame = self.description.codes_per_frame or 1
+        codebook_size = self.description.codebook_size or 65536
+        ids = self.numbered_token_ids("<|speech_{}|>", 0, codes_per_frame * codebook_size)
+        return ids.reshape(codes_per_frame, codebook_size)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

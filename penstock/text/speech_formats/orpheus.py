@@ -34,10 +34,10 @@ class OrpheusFormat(SpeechFormat):
     default_voices = ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe")
 
     def code_tokens(self) -> npt.NDArray[np.int64]:
-        num_codes = self.description.codes_per_frame or 7
-        size = self.description.codebook_size or 4096
-        ids = self.numbered_token_ids(_TOKEN_TEXT, _FIRST_CODE, num_codes * size)
-        return ids.reshape(num_codes, size)
+        codes_per_frame = self.description.codes_per_frame or 7
+        codebook_size = self.description.codebook_size or 4096
+        ids = self.numbered_token_ids(_TOKEN_TEXT, _FIRST_CODE, codes_per_frame * codebook_size)
+        return ids.reshape(codes_per_frame, codebook_size)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
