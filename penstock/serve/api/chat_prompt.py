@@ -115,8 +115,8 @@ def template_messages(
 ) -> list[TokenGeneratorRequestMessage]:
     """Return the messages in the format that chat templates of Hugging Face transformers read.
 
-    Null and unknown members are removed. If the template does not contain the word ``developer``, the role
-    ``developer`` becomes ``system``.
+    Null and unknown members of messages are removed. If the template does not contain the word ``developer``,
+    the role ``developer`` becomes ``system``.
     """
     has_developer_role = tokenizer.template_mentions("developer")
     arguments_as_objects = tokenizer.template_takes_argument_objects
@@ -140,7 +140,7 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     Args:
         body: the validated request body.
         tokenizer: the tokenizer with the chat template.
-        can_reason: whether the model has a reasoning format. Without one, ``reasoning_effort: none`` is
+        can_reason: whether the model has a reasoning format. If False, ``reasoning_effort: none`` is
             accepted with every template.
 
     Raises:

@@ -27,7 +27,7 @@ NumberTemplate: TypeAlias = tuple[bytes, bytes, bytes]
 
 
 class Fragments(dict[int, T]):
-    """A dict: token id -> result of `make_fragment`, which it calls when a token id is first used."""
+    """A dict: token id -> result of `make_fragment`, which is called when the token id is first used."""
 
     def __init__(self, make_fragment: Callable[[int], T]) -> None:
         super().__init__()
@@ -99,7 +99,8 @@ class NumberWriter:
     One call encodes all numbers of a part, because one call per number takes longer.
 
     Args:
-        fragments: the cache of JSON fragments. Its size shows how many new tokens a part has, see `MAX_COST`.
+        fragments: the cache of JSON fragments. Its growth is the number of new fragments in a part, see
+            `MAX_COST`.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
@@ -146,7 +147,7 @@ class NumberWriter:
 
 
 def encoded_numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return the JSON of each log probability. Values below `MIN_LOGPROB` are replaced by it; None is null.
+    """Return the JSON of each log probability. Smaller values become `MIN_LOGPROB`, and None becomes null.
 
     >>> encoded_numbers([-0.5, None, float("-inf")])
     [b'-0.5', b'null', b'-9999.0']

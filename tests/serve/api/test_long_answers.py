@@ -183,17 +183,17 @@ TOO_MANY_LOGPROBS: list[tuple[str, dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "param", "numbers"), TOO_MANY_LOGPROBS)
+@pytest.mark.parametrize(("path", "fields", "param", "message_parts"), TOO_MANY_LOGPROBS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_with_too_many_log_probabilities_is_refused_before_it_runs(
-    path: str, fields: dict[str, Any], param: str, numbers: list[str], stream: bool
+    path: str, fields: dict[str, Any], param: str, message_parts: list[str], stream: bool
 ) -> None:
     body = {"messages": [user_message("Hi")]} if path == CHAT else {"prompt": "Hi"}
     async with run_in_process(max_logprobs_per_request=1000) as server:
         error = await server.expect_refusal(path, **{**body, **fields, "stream": stream})
         assert error["param"] == param
-        for number in [*numbers, "at most 1000", "--max-logprobs-per-request"]:
-            assert number in error["message"]
+        for part in [*message_parts, "at most 1000", "--max-logprobs-per-request"]:
+            assert part in error["message"]
         assert server.pipeline.batches == []
     async with run_in_process(max_logprobs_per_request=2500) as server:
         response = await server.post(path, **{**body, **fields, "stream": stream})

@@ -24,7 +24,7 @@ from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
 
-FIELDS: Mapping[str, str] = {
+CLIENT_FIELD_NAMES: Mapping[str, str] = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "structured_outputs.json": "json_schema",
@@ -136,9 +136,9 @@ async def _answer(request: Request, body_type: type[LlamaCppBody]) -> Response:
 
     def prepare() -> tuple[LlamaCppBody, CompletionRequest]:
         body = checked_body(services, body_type, raw)
-        translation = Translation(_completion(services, body), (), (), FIELDS)
+        translation = Translation(_completion_fields(services, body), (), (), CLIENT_FIELD_NAMES)
         with translation.with_client_fields():
-            return body, CompletionRequest.of(services, translation.chat)
+            return body, CompletionRequest.of(services, translation.translated_body)
 
     body, completion = await run_in_pool(request, prepare)
     record_logged_fields(completion.body, record, completion.job.contexts[0])
@@ -147,7 +147,7 @@ async def _answer(request: Request, body_type: type[LlamaCppBody]) -> Response:
     return await answer_request(request, services, run, builder, stream=bool(body.stream))
 
 
-def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
+def _completion_fields(services: Services, body: LlamaCppBody) -> dict[str, object]:
     """Return the fields of the completion request to which a request is translated.
 
     Raises:

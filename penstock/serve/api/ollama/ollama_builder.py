@@ -69,7 +69,7 @@ class OllamaBuilder:
         return [self._line(part) for part in self._message_parts(delta.events)]
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last lines."""
+        """Return the lines after the last delta."""
         lines = [self._line(part) for part in self._end_call()]
         last = self._response_object({"content": ""}, done=True, **self._final_members(usage))
         return b"".join([*lines, msgspec.json.encode(last) + b"\n"])
@@ -110,7 +110,7 @@ class OllamaBuilder:
         return parts
 
     def _end_call(self) -> list[_Message]:
-        """Close the open tool call. Return it as a list of one message part, or an empty list without one."""
+        """Close the open tool call and return it as one message part; an empty list if no call is open."""
         if self._open_call is None:
             return []
         (start, argument_parts), self._open_call = self._open_call, None

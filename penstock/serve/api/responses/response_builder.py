@@ -35,7 +35,7 @@ class ResponseBuilder:
 
     Args:
         services: the objects that routes use.
-        prepared_response: the request.
+        prepared_response: the prepared request.
         run: the run that generates the response.
     """
 
@@ -177,7 +177,7 @@ def _response_members(prepared_response: PreparedResponse) -> dict[str, object]:
             tool.model_dump(by_alias=True, exclude_none=True)
             | ({"strict": bool(tool.strict)} if tool.type == "function" else {})
             for tool in body.tools or ()
-            if not tool.is_hosted or tool.type == MCP
+            if not tool.is_server_side or tool.type == MCP
         ]
         + [{"type": MCP, "server_label": name} for name in prepared_response.offered_tools.implied_servers],
         "top_logprobs": body.top_logprobs or 0,
