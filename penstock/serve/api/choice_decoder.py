@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The output that new tokens add to a choice. Its deltas, concatenated, are the output of a choice."""
+    """The output that new tokens add to a choice. The concatenated deltas of a choice are its output."""
 
     events: list[Event]
     """Content, reasoning and tool calls, in the order of the output."""

@@ -77,7 +77,7 @@ class CompletionResponse(OpenAIStream):
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta.
 
-        Returns nothing if the event would have neither text, requested token ids, requested log
+        Returns an empty tuple if the event would have neither text, requested token ids, requested log
         probabilities nor a finish reason.
 
         Args:

@@ -53,7 +53,7 @@ class FunctionCall(RequestBody):
 
     name: str
     arguments: str | dict[str, object] | None = None
-    """The arguments: a JSON text, as in responses, or an object."""
+    """The arguments, as a JSON text (OpenAI's format) or as an object."""
 
 
 class ToolCall(RequestBody):
@@ -390,7 +390,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """False refuses the request if an adapter with the same name is loaded. Otherwise, it is replaced."""
+    """False refuses the request if an adapter with this name is loaded. None and True replace the adapter."""
 
 
 class UnloadAdapterBody(RequestBody):

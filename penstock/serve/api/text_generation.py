@@ -157,6 +157,7 @@ async def answer_request(
 
     Raises:
         PenstockError: the worker refused the request, or the request failed.
+        RequestProblem: 503; a time limit of the server was exceeded.
         ClientDisconnect: the client disconnected; the choices are cancelled.
     """
     record = RequestRecord.of(request)

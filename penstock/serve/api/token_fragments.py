@@ -96,7 +96,7 @@ class TokenFragments:
 class NumberWriter:
     """Collects log probabilities and the JSON around them, and returns their JSON in parts.
 
-    One call encodes all numbers of a part, because one call per number takes longer.
+    One call encodes all numbers of a part, because one call per number would take longer.
 
     Args:
         fragments: the cache of JSON fragments. Its growth is the number of new fragments in a part, see
@@ -147,7 +147,7 @@ class NumberWriter:
 
 
 def encoded_numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return the JSON of each log probability. Smaller values become `MIN_LOGPROB`, and None becomes null.
+    """Return the JSON of each log probability, which is at least `MIN_LOGPROB`. None becomes null.
 
     >>> encoded_numbers([-0.5, None, float("-inf")])
     [b'-0.5', b'null', b'-9999.0']

@@ -19,11 +19,11 @@ CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user_message("Hi"
 COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 1500})
 
 
-def make_endless_pipeline(seconds: float = 0.001) -> FakePipeline:
-    """Return a pipeline that generates the letter a without end, with `seconds` per token."""
+def make_endless_pipeline(seconds_per_token: float = 0.001) -> FakePipeline:
+    """Return a pipeline that generates the letter a without end."""
 
     def choose(context: TextContext) -> int:
-        time.sleep(seconds)
+        time.sleep(seconds_per_token)
         return ord("a")
 
     return FakePipeline(choose)

@@ -76,7 +76,7 @@ class LlamaCppBuilder(OpenAIStream):
         yield msgspec.json.encode(self._final_object(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
-        """Return nothing, because this API has no event before the first delta."""
+        """Return no events, because this API has none before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:

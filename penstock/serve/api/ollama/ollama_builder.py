@@ -61,7 +61,7 @@ class OllamaBuilder:
         yield msgspec.json.encode(self._response_object(message, done=True, **self._final_members(usage)))
 
     def begin(self) -> bytes:
-        """Return nothing, because Ollama's API has no lines before the first delta."""
+        """Return no lines, because Ollama's API has none before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
@@ -75,7 +75,7 @@ class OllamaBuilder:
         return b"".join([*lines, msgspec.json.encode(last) + b"\n"])
 
     def ping(self) -> bytes:
-        """Return nothing, because JSON lines have no comments that could be sent during a pause."""
+        """Return no bytes, because JSON lines have no comments that could be sent during a pause."""
         return b""
 
     def error(self, problem: Problem) -> bytes:

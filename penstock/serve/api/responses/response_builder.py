@@ -140,7 +140,7 @@ class ResponseBuilder:
 
 
 def _response_members(prepared_response: PreparedResponse) -> dict[str, object]:
-    """Return the members that do not change during generation. Absent request fields get their defaults."""
+    """Return the members of the response object with values that do not change until the response ends."""
     body, conversation = prepared_response.body, prepared_response.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text
