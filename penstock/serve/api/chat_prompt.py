@@ -64,7 +64,7 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     """Return the tools in the prompt and the tool choice of a request.
 
     Raises:
-        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have, or requires a call
+        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have, or is ``required``
             although there are no tools.
     """
     tools = template_tools(raw)

@@ -149,8 +149,13 @@ def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
     assert [block.type for block in message.content] == ["thinking", "text"]
     assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes.")
     assert message.content[0].signature
-    without_thinking = client.messages.create(**fields, thinking={"type": "adaptive", "display": "omitted"})
-    assert (without_thinking.content[0].thinking, without_thinking.content[1].text) == ("", "Yes.")
+    message_with_omitted_thinking = client.messages.create(
+        **fields, thinking={"type": "adaptive", "display": "omitted"}
+    )
+    assert (
+        message_with_omitted_thinking.content[0].thinking,
+        message_with_omitted_thinking.content[1].text,
+    ) == ("", "Yes.")
     with client.messages.stream(**fields, thinking=thinking) as events:
         streamed_message = events.get_final_message()
     assert [block.to_dict() for block in streamed_message.content] == [
