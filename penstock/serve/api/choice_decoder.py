@@ -82,7 +82,7 @@ class ChoiceDecoder:
         parser: splits the text into reasoning, tool calls and content. Without a parser, all text is content.
         skip_special_tokens: whether special tokens are left out of the text. Must be False if the parser's
             markup consists of special tokens.
-        token_by_token: whether the text is parsed after each token. If False, reasoning tokens are not
+        parses_each_token: whether the text is parsed after each token. If False, reasoning tokens are not
             counted. If True and only one tool call is allowed, this call ends the choice at its last token.
         keeps_stop: whether the text includes the stop string that ended the choice.
         may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
@@ -96,7 +96,7 @@ class ChoiceDecoder:
         *,
         parser: OutputParser | None = None,
         skip_special_tokens: bool = True,
-        token_by_token: bool = False,
+        parses_each_token: bool = False,
         may_decode_at_end: bool = False,
         keeps_stop: bool = False,
     ) -> None:
@@ -114,7 +114,7 @@ class ChoiceDecoder:
         """
         self._parser = parser
         self._text_decoder: _TextDecoder
-        if may_decode_at_end and not params.stop and not token_by_token:
+        if may_decode_at_end and not params.stop and not parses_each_token:
             self._text_decoder = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
             self._text_decoder = Detokenizer(
@@ -129,7 +129,7 @@ class ChoiceDecoder:
 
         No stop string or tool call can then end the choice.
         """
-        self._token_by_token = token_by_token
+        self._parses_each_token = parses_each_token
         self._has_answer_begun = False  # whether output other than reasoning has been parsed
         self._has_reasoning = False
         self._has_tool_calls = False
@@ -190,7 +190,7 @@ class ChoiceDecoder:
             self._score(token_ids, log_probabilities)
             token_ids = ()
         ids = list(token_ids)
-        events = self._parse_each_token(ids) if self._token_by_token else self._parse_all_tokens(ids)
+        events = self._parse_each_token(ids) if self._parses_each_token else self._parse_all_tokens(ids)
         if self._end_position is not None:
             del ids[self._end_position - self._num_output_tokens :]
         num_tokens_before = self.num_tokens

@@ -103,13 +103,15 @@ def check_num_logprobs(
         RequestProblem: 400; the message has the largest possible number and the limit.
     """
     limit = services.config.max_logprobs_per_request
-    lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    max_count = prompt_logprob_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
+    max_output_lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
+    max_count = prompt_logprob_count + (0 if num_top is None else sum(max_output_lengths) * (num_top + 1))
     if max_count <= limit:
         return
     terms = []
     if num_top is not None:
-        terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {num_top + 1}")
+        terms.append(
+            f"{len(max_output_lengths)} choice(s) x {max(max_output_lengths)} tokens x {num_top + 1}"
+        )
     if prompt_logprob_count:
         terms.append(f"{prompt_logprob_count} of the prompt")
     raise RequestProblem(

@@ -124,7 +124,7 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, RefusedField]] = {
         "prediction": RefusedField("predicted outputs are not supported"),
         "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": RefusedField(
-            "cached prefixes are kept until their KV blocks are needed", ("in_memory", "in-memory", "24h")
+            "prefixes stay cached until their blocks are needed", ("in_memory", "in-memory", "24h")
         ),
         "reasoning": RefusedField("send reasoning_effort, and include_reasoning"),
         "think": RefusedField("send reasoning_effort, or chat_template_kwargs"),
@@ -202,8 +202,8 @@ class UndeclaredFieldChecker:
             *(field.alias or field_name for field_name, field in fields),
             *unsupported_fields(type(body)),
         ]
-        nearest = get_close_matches(name, known_names, n=1, cutoff=0.7)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        nearest_names = get_close_matches(name, known_names, n=1, cutoff=0.7)
+        hint = f"; did you mean {nearest_names[0]}?" if nearest_names else ""
         if self.refuses_unknown:
             raise RequestProblem(400, f"unknown field {param!r}{hint}", param=param, code="unknown_parameter")
         self.log.warning("a request has the unknown field %r, which is ignored%s", param, hint)

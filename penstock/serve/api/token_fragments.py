@@ -14,7 +14,7 @@ T = TypeVar("T")
 MIN_LOGPROB = -9999.0
 """OpenAI's value for a token of probability 0, because JSON has no infinity."""
 
-MAX_COST = 1024
+MAX_PART_COST = 1024
 """The cost at which a part of JSON is full. Encoding such a part takes about 1 ms.
 
 A number has a cost of 1. A token whose JSON is not in the cache has an additional cost of
@@ -100,7 +100,7 @@ class NumberWriter:
 
     Args:
         fragments: the cache of JSON fragments. Its growth is the number of new fragments in a part, see
-            `MAX_COST`.
+            `MAX_PART_COST`.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
@@ -135,7 +135,7 @@ class NumberWriter:
     def is_full(self) -> bool:
         """Whether the current part has reached the maximum cost."""
         num_new_fragments = self._fragments.num_cached - self._num_cached_before_part
-        return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_COST
+        return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_PART_COST
 
     def part(self) -> bytes:
         """Return the JSON that was added since the last call."""

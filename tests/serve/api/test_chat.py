@@ -293,12 +293,12 @@ async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> N
 
 async def test_only_tools_that_the_model_may_call_are_rendered_into_the_prompt() -> None:
     async with run_in_process(template=HERMES) as server:
-        allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+        allowed_tools = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
         for body, names in (
             ({}, ["get_weather", "get_time"]),
             ({"tool_choice": "auto"}, ["get_weather", "get_time"]),
             ({"tool_choice": "none"}, []),
-            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ["get_time"]),
+            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed_tools}}, ["get_time"]),
         ):
             response = await server.post(
                 "/v1/chat/completions/render", messages=[user_message("a")], tools=[WEATHER, TIME], **body

@@ -271,12 +271,12 @@ async def test_calls_need_approval_if_mcp_require_approval_is_always(tools: Serv
 
 async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
-        for allowed, names in (
+        for allowed_tools, names in (
             (["add", "slow"], ["add", "slow"]),
             ({"read_only": True}, ["add"]),
             ({"tool_names": ["fail"]}, ["fail"]),
         ):
-            response = await create(server, tools=[{**CALC, "allowed_tools": allowed}])
+            response = await create(server, tools=[{**CALC, "allowed_tools": allowed_tools}])
             assert [tool.name for tool in response.output[0].tools] == names
 
 
@@ -294,8 +294,8 @@ async def test_tool_choice_selects_the_tools_and_refuses_unknown_names(tools: Se
             "/v1/responses", input="Hi", tool_choice={"type": "mcp", "server_label": "other"}
         )
         assert refusal_error["param"] == "tool_choice.server_label"
-        allowed = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
-        assert item_types(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
+        tool_choice = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
+        assert item_types(await create(server, tool_choice=tool_choice)) == ["mcp_list_tools", "message"]
 
 
 @pytest.mark.parametrize("names_tool", [False, True])

@@ -92,8 +92,8 @@ class LlamaCppBuilder(OpenAIStream):
 
     def _final_object(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
-        stop = choice.stop_match
-        stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
+        stop_string = choice.stop_match
+        stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop_string is None else "word"
         return {
             "index": 0,
             "content": text,
@@ -106,7 +106,7 @@ class LlamaCppBuilder(OpenAIStream):
             "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             "truncated": False,
             "stop_type": stop_type,
-            "stopping_word": stop or "",
+            "stopping_word": stop_string or "",
             "prompt": context.prompt if isinstance(context.prompt, str) else "",
             "generation_settings": {"seed": context.sampling_params.seed},
             "timings": self._timings(usage),

@@ -19,7 +19,7 @@ from penstock.serve.mcp.tool_server import ServerTools, ToolServers
 from penstock.serve.mcp.tool_session import ServerTool, ToolServer
 from penstock.serve.services import Services
 
-MCP = "mcp"
+MCP_TOOL_TYPE = "mcp"
 """The value of ``type`` for an entry of ``tools`` that stands for the tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME_LENGTH = 64
@@ -178,7 +178,9 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     tools = (
         [tool if isinstance(tool, dict) else {} for tool in raw_tools] if isinstance(raw_tools, list) else []
     )
-    raw_mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
+    raw_mcp_tools = [
+        (f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP_TOOL_TYPE
+    ]
     if (not raw_mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
@@ -270,14 +272,14 @@ def _check_allowed(mcp_tool: McpTool, tool_list: ServerTools, field_path: str) -
     Raises:
         RequestProblem: 400; the server does not have one of the tools.
     """
-    allowed = mcp_tool.allowed_tools
+    allowed_tools = mcp_tool.allowed_tools
     path = f"{field_path}.allowed_tools"
-    if isinstance(allowed, ToolFilter):
-        allowed, path = allowed.tool_names, f"{path}.tool_names"
+    if isinstance(allowed_tools, ToolFilter):
+        allowed_tools, path = allowed_tools.tool_names, f"{path}.tool_names"
     if tool_list.error is not None:
         return
     tool_names = [tool.name for tool in tool_list.tools]
-    for name in allowed or ():
+    for name in allowed_tools or ():
         if name not in tool_names:
             raise RequestProblem(
                 400,

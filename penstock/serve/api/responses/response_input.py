@@ -10,7 +10,7 @@ from typing import Required, TypedDict
 
 from penstock.serve.api.responses.offered_tools import OfferedTools
 from penstock.serve.api.responses.response_schema import (
-    LOGPROBS,
+    INCLUDE_LOGPROBS,
     SAME_NAMES,
     InputItem,
     InputPart,
@@ -89,7 +89,7 @@ def chat_request(
         chat["max_completion_tokens"] = body.max_output_tokens
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    if body.includes(LOGPROBS):
+    if body.includes(INCLUDE_LOGPROBS):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return Translation(chat, messages.field_paths, tool_paths, CLIENT_FIELD_NAMES)
 

@@ -11,7 +11,7 @@ from penstock.serve.api.responses.mcp_events import ApprovedCall
 from penstock.serve.api.responses.offered_tools import OfferedTools, ToolListing
 from penstock.serve.api.responses.response_input import chat_request
 from penstock.serve.api.responses.response_output import new_id
-from penstock.serve.api.responses.response_schema import LOGPROBS, InputItem, ResponsesBody
+from penstock.serve.api.responses.response_schema import INCLUDE_LOGPROBS, InputItem, ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
 from penstock.serve.api.responses.tool_input import hosted_tool_types
 from penstock.serve.api.text_generation import checked_body
@@ -125,8 +125,10 @@ def _check_combinations(body: ResponsesBody) -> None:
         raise RequestProblem(400, "stream_options requires stream to be true", param="stream_options")
     if body.background and not body.is_stored:
         raise RequestProblem(400, "background requires store to be true", param="background")
-    if body.top_logprobs and not body.includes(LOGPROBS):
-        raise RequestProblem(400, f"top_logprobs requires {LOGPROBS!r} in include", param="top_logprobs")
+    if body.top_logprobs and not body.includes(INCLUDE_LOGPROBS):
+        raise RequestProblem(
+            400, f"top_logprobs requires {INCLUDE_LOGPROBS!r} in include", param="top_logprobs"
+        )
 
 
 def _without_unsupported_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:

@@ -309,10 +309,10 @@ class ResponseRun:
     async def _start_next_turn(self) -> bool:
         """Start the next turn. Return False if a token limit is reached or the response was cancelled."""
         body, config = self._prepared_response.body, self._services.config
-        tokens_left = None
+        num_remaining_tokens = None
         if body.max_output_tokens is not None:
-            tokens_left = body.max_output_tokens - self.usage()["completion_tokens"]
-            if tokens_left <= 0:
+            num_remaining_tokens = body.max_output_tokens - self.usage()["completion_tokens"]
+            if num_remaining_tokens <= 0:
                 self.finish_reason = "length"
                 return False
         has_calls_left = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
@@ -325,7 +325,7 @@ class ResponseRun:
         try:
             conversation = await self._pool(
                 lambda: self._prepared_response.next_turn(
-                    self._services, messages, request_id, has_tools=has_tools, max_tokens=tokens_left
+                    self._services, messages, request_id, has_tools=has_tools, max_tokens=num_remaining_tokens
                 )
             )
         except RequestProblem as problem:

@@ -32,8 +32,8 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 class InputPart(RequestBody):
@@ -188,7 +188,7 @@ class ResponsesBody(RequestBody):
         "prompt": RefusedField("the server stores no prompts: send instructions and input"),
         "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": RefusedField(
-            "cached prefixes are kept until their KV blocks are needed", ("in_memory", "in-memory", "24h")
+            "prefixes stay cached until their blocks are needed", ("in_memory", "in-memory", "24h")
         ),
         "service_tier": RefusedField("there is only one service tier", ("auto", "default")),
     }

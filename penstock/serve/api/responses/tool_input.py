@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.serve.api.responses.offered_tools import MCP, OfferedTools
+from penstock.serve.api.responses.offered_tools import MCP_TOOL_TYPE, OfferedTools
 from penstock.serve.api.responses.response_schema import ResponsesBody, ResponseTool, ToolSelection
 from penstock.serve.http.problems import RequestProblem
 
@@ -27,7 +27,7 @@ def chat_tools(
     field_paths: list[str] = []
     for index, tool in enumerate(body.tools or ()):
         field_path = f"tools[{index}]"
-        if tool.type == MCP:
+        if tool.type == MCP_TOOL_TYPE:
             continue
         if tool.is_server_side:
             if hosted_tools == "refuse":
@@ -71,7 +71,9 @@ def _function(tool: ResponseTool) -> dict[str, object]:
 
 def hosted_tool_types(body: ResponsesBody) -> list[str]:
     """Return the types of the hosted tools of a request."""
-    return sorted({tool.type for tool in body.tools or () if tool.is_server_side and tool.type != MCP})
+    return sorted(
+        {tool.type for tool in body.tools or () if tool.is_server_side and tool.type != MCP_TOOL_TYPE}
+    )
 
 
 def custom_tool_names(body: ResponsesBody) -> frozenset[str]:
@@ -149,7 +151,7 @@ def _allowed_tools(choice: ToolSelection, offered_tools: OfferedTools) -> dict[s
     allowed_tools = []
     for index, tool in enumerate(choice.tools):
         field_path = f"tool_choice.tools[{index}]"
-        if tool.get("type") == MCP:
+        if tool.get("type") == MCP_TOOL_TYPE:
             label, name = tool.get("server_label"), tool.get("name")
             allowed_tools += [
                 _function_choice(function)
