@@ -11,22 +11,23 @@ from penstock.text.tokenizer import TextTokenizer
 MAX_SEQUENCES = 1024
 """Maximum number of banned sequences per request. The tokenizer's encodings of the words do not count."""
 MAX_SEQUENCES_PER_WORD = 128
-"""Maximum number of sequences per form of a word. The two forms are with and without a space before it."""
+"""Maximum number of sequences per form of a word. The forms are the word itself and the word after a space.
+"""
 _MAX_WORD_BYTES = 64
-"""Maximum length of a word in bytes. For a longer word, only the tokenizer's encoding is banned."""
+"""Maximum length of a form in bytes. For a longer form, only the tokenizer's encoding is banned."""
 _MAX_TOKEN_BYTES = 16
 """Maximum length in bytes of the tokens that the search uses."""
 _MAX_PARTIAL_SEQUENCES = 4096
-"""Maximum number of partial token sequences that the search creates for one text."""
+"""Maximum number of partial token sequences that the search creates for one form."""
 _BYTE_CHARACTERS = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:
-    """Return token sequences that decode to one of the words, with or without a space before the word.
+    """Return token sequences that decode to one of the words, or to a space and one of the words.
 
-    The result contains the tokenizer's encoding of each word, with and without a space. A model can generate
-    the same text with other tokens. The result therefore also contains other encodings, up to the limits of
-    this module. Encodings with few tokens take precedence. Returns None if `words` is None or empty.
+    The result contains the tokenizer's encoding of both forms of each word. A model can generate the same
+    text with other tokens. The result therefore also contains other encodings, up to the limits of this
+    module. Encodings with few tokens take precedence. Returns None if `words` is None or empty.
     """
     if not words:
         return None

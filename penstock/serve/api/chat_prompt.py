@@ -64,7 +64,7 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
     """Return the tools in the prompt and the tool choice of a request.
 
     Raises:
-        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have, or requires a call
+        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have, or is ``required``
             although there are no tools.
     """
     tools = template_tools(raw)
@@ -115,13 +115,13 @@ def template_messages(
 ) -> list[TokenGeneratorRequestMessage]:
     """Return the messages in the format that chat templates of Hugging Face transformers read.
 
-    Null and unknown members are removed. If the template does not contain the word ``developer``, the role
-    ``developer`` becomes ``system``.
+    Null and unknown members of messages are removed. If the template does not contain the word ``developer``,
+    the role ``developer`` becomes ``system``.
     """
     has_developer_role = tokenizer.template_mentions("developer")
-    arguments_as_objects = tokenizer.template_takes_argument_objects
+    needs_argument_objects = tokenizer.template_takes_argument_objects
     converted_messages = [
-        _template_message(message, has_developer_role, arguments_as_objects, tokenizer.reads_images)
+        _template_message(message, has_developer_role, needs_argument_objects, tokenizer.reads_images)
         for message in messages
     ]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
@@ -140,7 +140,7 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     Args:
         body: the validated request body.
         tokenizer: the tokenizer with the chat template.
-        can_reason: whether the model has a reasoning format. Without one, ``reasoning_effort: none`` is
+        can_reason: whether the model has a reasoning format. If False, ``reasoning_effort: none`` is
             accepted with every template.
 
     Raises:
@@ -200,7 +200,7 @@ def _check_name(name: str, names: Sequence[str], param: str) -> None:
 
 
 def _template_message(
-    message: Message, has_developer_role: bool, arguments_as_objects: bool, reads_images: bool
+    message: Message, has_developer_role: bool, needs_argument_objects: bool, reads_images: bool
 ) -> dict[str, object]:
     template_message = {
         key: value for key, value in message.items() if value is not None and key in _MESSAGE_FIELDS
@@ -216,7 +216,7 @@ def _template_message(
         template_message["content"] = message.get("refusal") or ""
     calls = template_message.get("tool_calls")
     if isinstance(calls, list) and calls:
-        template_message["tool_calls"] = [_template_call(call, arguments_as_objects) for call in calls]
+        template_message["tool_calls"] = [_template_call(call, needs_argument_objects) for call in calls]
     else:
         template_message.pop("tool_calls", None)
     return template_message
@@ -245,9 +245,9 @@ class _EarlierToolCall(TypedDict):
     function: _CalledFunction
 
 
-def _template_call(call: _EarlierToolCall, arguments_as_objects: bool) -> dict[str, object]:
+def _template_call(call: _EarlierToolCall, needs_argument_objects: bool) -> dict[str, object]:
     arguments = call["function"].get("arguments")
-    if arguments_as_objects:
+    if needs_argument_objects:
         arguments = _parsed_arguments(arguments)
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)

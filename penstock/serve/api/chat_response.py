@@ -32,7 +32,7 @@ class Envelope:
         Args:
             object_type: the value of the member ``object``.
             members: name of a member -> parts of its JSON. Must have the member ``choices``.
-            **extra_members: further members, which are encoded at once.
+            **extra_members: further members, as values that are not yet encoded.
         """
         chunk_members = self.response_object(object_type, [], **extra_members)
         del chunk_members["choices"]

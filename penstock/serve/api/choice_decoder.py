@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The output that new tokens add to a choice. The output of a choice is the sum of its deltas."""
+    """The output that new tokens add to a choice. The concatenated deltas of a choice are its output."""
 
     events: list[Event]
     """Content, reasoning and tool calls, in the order of the output."""
@@ -82,8 +82,8 @@ class ChoiceDecoder:
         parser: splits the text into reasoning, tool calls and content. Without a parser, all text is content.
         skip_special_tokens: whether special tokens are left out of the text. Must be False if the parser's
             markup consists of special tokens.
-        token_by_token: whether the text is parsed after each token. Without this setting, reasoning tokens
-            are not counted. With it, the only allowed tool call ends the choice at its last token.
+        parses_each_token: whether the text is parsed after each token. If False, reasoning tokens are not
+            counted. If True and only one tool call is allowed, this call ends the choice at its last token.
         keeps_stop: whether the text includes the stop string that ended the choice.
         may_decode_at_end: whether all tokens may be decoded together at the end, because the response is not
             streamed.
@@ -96,7 +96,7 @@ class ChoiceDecoder:
         *,
         parser: OutputParser | None = None,
         skip_special_tokens: bool = True,
-        token_by_token: bool = False,
+        parses_each_token: bool = False,
         may_decode_at_end: bool = False,
         keeps_stop: bool = False,
     ) -> None:
@@ -114,7 +114,7 @@ class ChoiceDecoder:
         """
         self._parser = parser
         self._text_decoder: _TextDecoder
-        if may_decode_at_end and not params.stop and not token_by_token:
+        if may_decode_at_end and not params.stop and not parses_each_token:
             self._text_decoder = _DeferredDetokenizer(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
             self._text_decoder = Detokenizer(
@@ -129,8 +129,8 @@ class ChoiceDecoder:
 
         No stop string or tool call can then end the choice.
         """
-        self._token_by_token = token_by_token
-        self._answer_begun = False  # whether output other than reasoning has been parsed
+        self._parses_each_token = parses_each_token
+        self._has_answer_begun = False  # whether output other than reasoning has been parsed
         self._has_reasoning = False
         self._has_tool_calls = False
         self._num_output_tokens = 0
@@ -179,7 +179,8 @@ class ChoiceDecoder:
             token_ids: the tokens that the worker has generated.
             status: whether the worker has finished the choice, and why.
             log_probabilities: one entry per token; empty if they are not requested.
-            prompt_log_probabilities: the log probabilities of further prompt tokens, if any.
+            prompt_log_probabilities: the log probabilities of the prompt, if the worker sends them without a
+                token.
         """
         if self.is_done:
             return ChoiceDelta([], [], [])
@@ -189,7 +190,7 @@ class ChoiceDecoder:
             self._score(token_ids, log_probabilities)
             token_ids = ()
         ids = list(token_ids)
-        events = self._parse_each_token(ids) if self._token_by_token else self._parse_all_tokens(ids)
+        events = self._parse_each_token(ids) if self._parses_each_token else self._parse_all_tokens(ids)
         if self._end_position is not None:
             del ids[self._end_position - self._num_output_tokens :]
         num_tokens_before = self.num_tokens
@@ -199,7 +200,7 @@ class ChoiceDecoder:
         self.num_tokens = self._num_output_tokens
         if self._end_position is None and self.finish_reason in ("stop", "tool_calls"):
             self.num_tokens += 1  # the token that ended the output
-        if self._has_reasoning and not self._answer_begun:
+        if self._has_reasoning and not self._has_answer_begun:
             self.num_reasoning_tokens = self._num_output_tokens
         scores = self._score(ids, log_probabilities)
         return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - num_tokens_before)
@@ -214,8 +215,8 @@ class ChoiceDecoder:
         events: list[Event] = []
         for num_earlier_tokens, token_id in enumerate(ids, self._num_output_tokens):
             new_events = self._parse(self._text_decoder.append([token_id]))
-            if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
-                self._answer_begun = True
+            if not self._has_answer_begun and any(not isinstance(event, Reasoning) for event in new_events):
+                self._has_answer_begun = True
                 self.num_reasoning_tokens = num_earlier_tokens if self._has_reasoning else 0
             self._has_reasoning |= any(isinstance(event, Reasoning) for event in new_events)
             events += new_events
@@ -282,7 +283,7 @@ class _TextDecoder(Protocol):
 class _DeferredDetokenizer:
     """Decodes all tokens together at the end.
 
-    The result is the same text as with a `Detokenizer`, in less time.
+    The text is the same as with a `Detokenizer`, but decoding takes less time.
     """
 
     tokenizer: TokenDecoder

@@ -25,10 +25,12 @@ from penstock.text.scoring import best_label
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_ROUTE = route_options(ClassifyBody, "The labels and scores, in the order of the inputs.", streams=False)
+_ROUTE_OPTIONS = route_options(
+    ClassifyBody, "The labels and scores, in the order of the inputs.", streams=False
+)
 
 
-@router.post("/v1/classify", **_ROUTE)
+@router.post("/v1/classify", **_ROUTE_OPTIONS)
 async def classify(request: Request) -> Response:
     """Return the best label of each input and the scores of all labels."""
     services = Services.of(request)
@@ -64,7 +66,7 @@ async def classify(request: Request) -> Response:
     )
 
 
-@router.post("/classify", **_ROUTE)
+@router.post("/classify", **_ROUTE_OPTIONS)
 async def classify_without_version(request: Request) -> Response:
     """Do the same as `/v1/classify`."""
     return await classify(request)

@@ -67,7 +67,7 @@ class CompletionResponse(OpenAIStream):
         self._templates: dict[int, EventTemplate] = {}
 
     def whole_response(self, outputs: Sequence[ChoiceDelta], usage: Usage) -> Parts:
-        """Return the JSON of a response that is not streamed."""
+        """Yield the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, output, is_first=True), **self._members(index, output))
             for index, output in enumerate(outputs)
@@ -77,7 +77,7 @@ class CompletionResponse(OpenAIStream):
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
         """Return the event of a delta.
 
-        Returns nothing if the event would have neither text, requested token ids, requested log
+        Returns an empty tuple if the event would have neither text, requested token ids, requested log
         probabilities nor a finish reason.
 
         Args:
@@ -152,7 +152,7 @@ class CompletionResponse(OpenAIStream):
         return choice
 
     def _members(self, index: int, delta: ChoiceDelta) -> dict[str, Iterable[bytes]]:
-        """Return the members ``logprobs`` and ``prompt_logprobs`` of a choice that is not streamed."""
+        """Return the member ``logprobs`` and, if requested, ``prompt_logprobs`` of a whole choice."""
         scores = self._logprobs(index, delta, is_first=True)
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:

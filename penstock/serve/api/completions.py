@@ -76,7 +76,7 @@ async def create_completion(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A validated completion request, with its contexts, the decoders of its choices, and its echoes."""
+    """A validated completion request, its contexts, the decoders of its choices, and its echoed prompts."""
 
     id: str
     body: CompletionBody
@@ -173,8 +173,8 @@ def _with_fill_in_prompts(
 ) -> tuple[CompletionBody, list[str | list[int]]]:
     """Return the body and the prompts of a request with ``suffix``, converted for filling in the middle.
 
-    Each new prompt also contains the suffix. Unless ``ignore_eos`` is set, the stop tokens of the new body
-    include the tokens that end the generated middle.
+    Each returned prompt contains the prefix and the suffix. Unless ``ignore_eos`` is set, the stop tokens of
+    the returned body include the tokens that end the generated middle.
 
     Raises:
         RequestProblem: 400; ``echo`` is set, a prompt is not a text, or the tokenizer has no

@@ -1,4 +1,4 @@
-"""Routes for operators: sleep, reload, reset of the prefix cache, and profiles of the workers.
+"""Routes for operators: sleep, wake up, reload, reset of the prefix cache, and profiles of the workers.
 
 All routes except ``/is_sleeping`` require ``--api-key``, or a server that listens on a loopback address.
 """

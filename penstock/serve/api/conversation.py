@@ -123,7 +123,7 @@ class Conversation:
                     unmarked_in_text=self.context.grammar is None,
                 ),
                 skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
-                token_by_token=parsers.reasoning_format_name is not None or not parallel,
+                parses_each_token=parsers.reasoning_format_name is not None or not parallel,
                 may_decode_at_end=not self.body.stream,
                 keeps_stop=bool(self.body.include_stop_str_in_output),
             )

@@ -77,7 +77,7 @@ async def read_body(request: Request, body_type: type[Body]) -> Body:
 async def encode_inputs(
     request: Request, body: EncodingBody, inputs: Callable[[], Sequence[ModelInput]]
 ) -> EncodedInputs:
-    """Return the model's outputs for all inputs of a request. Cancels the inputs if the client disconnects.
+    """Run all inputs of a request and return the model's outputs. Cancel them if the client disconnects.
 
     Args:
         request: a request whose body has been read.
@@ -162,7 +162,7 @@ def vector_inputs(
         services: the objects that routes use.
         body: the validated request body.
         outputs: the outputs to compute; None or empty for the model's first output.
-        **extra_options: options that replace the options of the body.
+        **extra_options: further options; they take precedence over the options of the body.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.
@@ -236,7 +236,7 @@ def _contexts(
         }
         with _input_errors(model_input.name, is_single=is_single):
             requests.append(EmbeddingsGenerationRequest(id=uuid4().hex, model_name=body.model, **fields))
-    # One call for all requests, because the tokenizer encodes batches of texts faster.
+    # One call for all requests, because the tokenizer encodes a batch of texts faster than single texts.
     new_contexts = embeddings_tokenizer(services).build_embeddings_contexts(requests)
     contexts: list[EmbeddingsContext] = []
     for model_input in inputs:
@@ -247,7 +247,7 @@ def _contexts(
 
 @contextmanager
 def _input_errors(name: str, *, is_single: bool) -> Iterator[None]:
-    """Convert an `InputError` of the ``with`` block to a `RequestProblem` whose ``param`` is `name`."""
+    """Convert an `InputError` of the ``with`` block to a `RequestProblem` that names the input."""
     try:
         with map_input_errors(name):
             yield

@@ -62,7 +62,7 @@ class EmbeddingRun:
             generation.cancel()
 
     async def responses(self) -> list[EmbeddingsResponse]:
-        """Compute all inputs and return their outputs in order.
+        """Run all inputs and return the model's outputs in the order of the inputs.
 
         If one input fails, all other inputs are cancelled.
 
@@ -98,7 +98,7 @@ class EmbeddingRun:
             await self._wait_until_queue_changes()
 
     async def _wait_until_queue_changes(self) -> None:
-        """Wait until any request of the worker or an input of this run has ended."""
+        """Wait until an input of this run or any other request of the worker has ended."""
         self._input_ended.clear()
         input_ended = asyncio.create_task(self._input_ended.wait())
         try:
@@ -136,7 +136,7 @@ class EmbeddingRun:
         self._submission_permits.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
-        """Return the error of an input as a `RequestProblem` that names the input if there are several."""
+        """Return the error of an input as a `RequestProblem`. Its message names one of several inputs."""
         problem, name = problem_of(error), self._names[index]
         prefix = f"{name}: " if len(self._contexts) > 1 else ""
         return RequestProblem(

@@ -16,21 +16,21 @@ class FillInMiddleTokens:
     prefix: str
     suffix: str
     middle: str
-    suffix_first: bool = False
+    is_suffix_first: bool = False
     """Whether the suffix precedes the prefix in a prompt. Such a prompt has no middle token."""
 
 
-FAMILIES = (
+FIM_FAMILIES = (
     FillInMiddleTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     FillInMiddleTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     FillInMiddleTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     FillInMiddleTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001  # DeepSeek
     FillInMiddleTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
     FillInMiddleTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
-    FillInMiddleTokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]", suffix_first=True),  # Codestral
+    FillInMiddleTokens("[PREFIX]", "[SUFFIX]", "[MIDDLE]", is_suffix_first=True),  # Codestral
 )
 """The known model families. `fill_in_prompt` uses the first family whose tokens the tokenizer has."""
-END_TOKENS = (
+FIM_END_TOKENS = (
     "<|endoftext|>",
     "<|file_sep|>",
     "<|fim_pad|>",
@@ -55,7 +55,7 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
         RequestProblem: 400; the tokenizer has no known fill-in-the-middle tokens.
     """
     token_to_id = tokenizer.backend.token_to_id
-    for family in FAMILIES:
+    for family in FIM_FAMILIES:
         ids = [token_to_id(token) for token in (family.prefix, family.suffix, family.middle)]
         if None not in ids:
             break
@@ -73,24 +73,24 @@ def fill_in_prompt(tokenizer: TextTokenizer, prefix: str, suffix: str, param: st
     prefix_token, suffix_token, middle_token = (token for token in ids if token is not None)
     prefix_ids: Sequence[int] = [prefix_token, *encode(prefix)]
     suffix_ids: Sequence[int] = [suffix_token, *encode(suffix)]
-    if family.suffix_first:
+    if family.is_suffix_first:
         return [*_leading_special_ids(tokenizer), *suffix_ids, *prefix_ids]
     return [*_leading_special_ids(tokenizer), *prefix_ids, *suffix_ids, middle_token]
 
 
 def fill_in_end_ids(tokenizer: TextTokenizer) -> list[int]:
     """Return the ids of the tokens that end the generated middle."""
-    token_ids = (tokenizer.backend.token_to_id(text) for text in END_TOKENS)
+    token_ids = (tokenizer.backend.token_to_id(text) for text in FIM_END_TOKENS)
     return [token_id for token_id in token_ids if token_id is not None]
 
 
 def _leading_special_ids(tokenizer: TextTokenizer) -> list[int]:
     """Return the ids of the special tokens that the tokenizer adds before a text, such as BOS."""
-    with_special, without_special = (
+    ids_with_special, ids_without_special = (
         tokenizer.encode_text("x", special, limited=False).tolist() for special in (True, False)
     )
     return (
-        with_special[: with_special.index(without_special[0])]
-        if without_special and without_special[0] in with_special
+        ids_with_special[: ids_with_special.index(ids_without_special[0])]
+        if ids_without_special and ids_without_special[0] in ids_with_special
         else []
     )

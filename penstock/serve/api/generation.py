@@ -111,7 +111,7 @@ class GenerationRun:
             raise
 
     def cancel(self) -> None:
-        """Cancel all choices. Idempotent; does nothing for choices that have finished."""
+        """Cancel all choices that have not finished. Idempotent."""
         for generation in self._generations:
             generation.cancel()
 
@@ -163,7 +163,7 @@ class GenerationRun:
                     elif self._has_output(*item):
                         yield item[0], self._take(*item)
                     if all(choice.is_done for choice in self.job.choices):
-                        return  # the worker may still be generating, after a stop string
+                        return  # the worker may still be generating after a stop string
 
     async def whole_output(self) -> list[ChoiceDelta]:
         """Wait for all choices to finish and return the whole output of each.
@@ -198,8 +198,8 @@ class GenerationRun:
     def _num_cached_tokens(self) -> int:
         """Number of prompt tokens found in the prefix cache, without hits between choices of the same prompt.
 
-        The later choices of a prompt also find blocks that the first choice has stored. The minimum over the
-        choices of a prompt excludes these cache hits.
+        The later choices of a prompt also find KV blocks that the first choice has stored. The minimum over
+        the choices of a prompt excludes these cache hits.
         """
         cached_counts = [choice.num_cached_tokens for choice in self.job.choices]
         return sum(
@@ -278,14 +278,14 @@ def _joined_delta(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 
 async def run_in_pool(request: Request, function: Callable[[], T]) -> T:
-    """Run a function in a thread pool and return its result. The function prepares a request from its body.
+    """Run a blocking function for a request in a thread pool, and return its result.
 
-    If the model reads images, bodies that may have images use the thread pool for images. Other bodies use a
-    pool chosen by their size.
+    If the model reads images and the body may have images, the function runs in the thread pool for images.
+    Otherwise, the size of the body determines the pool.
 
     Raises:
-        OverloadedError: the request may have images, and too many such requests are being prepared.
-        RequestProblem: 503; the request may have images and exceeded its time limit.
+        OverloadedError: the body may have images, and too many such requests are being prepared.
+        RequestProblem: 503; the body may have images, and the request exceeded its time limit.
     """
     services, body = Services.of(request), await request.body()
     if getattr(services.tokenizer, "reads_images", False) and _IMAGE_KEY in body:

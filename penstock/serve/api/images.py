@@ -35,8 +35,8 @@ class ImageFields(TypedDict, total=False):
 class ImageRequests:
     """Reads the images of requests, and prepares requests with images in a separate thread pool.
 
-    A thread that prepares such a request waits for the processes that decode images and for image servers. In
-    the thread pool of requests without images, these waits would delay the requests without images.
+    A thread that prepares such a request waits for the processes that decode images, and for servers from
+    which it downloads images. In a shared thread pool, these waits would delay requests without images.
 
     Args:
         config: the configuration of the server.
@@ -57,7 +57,7 @@ class ImageRequests:
         self._num_active = 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that prepares a request with images; runs it in the thread pool.
+        """Run a function that prepares a request with images in the thread pool, and return its result.
 
         Raises:
             OverloadedError: too many requests with images are being prepared.
@@ -71,7 +71,7 @@ class ImageRequests:
         begin = time.perf_counter()
         future = asyncio.get_running_loop().run_in_executor(self._pool, function)
         future.add_done_callback(lambda ended_future: self._end(ended_future, begin))
-        # Cancellation does not stop the thread. The thread counts as active until it ends.
+        # Cancellation does not stop the function. The request counts as active until the function ends.
         return await asyncio.shield(future)
 
     def _end(self, ended_future: asyncio.Future[T], begin: float) -> None:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.001
-"""Seconds of encoding after which the event loop runs. Encoding a single part should not take longer."""
+"""Seconds of encoding after which the event loop runs. Encoding one part should not take longer than this."""
 MESSAGE_BYTES = 256 * 1024
 """Size in bytes at which an ASGI body message is sent. A message exceeds this size by less than one part."""
 
@@ -66,7 +66,7 @@ def event_parts(data: Iterable[bytes]) -> Parts:
 class EncodingTurns:
     """Makes the encoders of long responses take turns.
 
-    The event loop runs once between two slices of encoding, also if these belong to different responses.
+    The event loop runs once between two slices of encoding, even if the slices belong to different responses.
     """
 
     def __init__(self) -> None:

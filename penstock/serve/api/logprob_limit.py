@@ -34,8 +34,8 @@ def num_prompt_logprobs(
     Args:
         body: the request. Its ``prompt_logprobs`` is the number of top tokens per prompt token, or None.
         contexts: the contexts of the request.
-        num_echo_top: number of top tokens per repeated prompt token; None if the echo has no log
-            probabilities.
+        num_echo_top: number of top tokens per echoed prompt token; None if the response has no log
+            probabilities of an echo.
     """
     num_tokens = sum(len(context.prompt_tokens) for context in contexts)
     return sum(
@@ -61,9 +61,9 @@ def with_bounded_output(
 ) -> TextContext:
     """Return a copy of a context whose maximum length keeps the log probabilities within the limit.
 
-    Used for requests without an output limit. Output that reaches the maximum length has the finish reason
-    ``length``. Returns the context unchanged if its maximum length is low enough already. Also returns
-    it unchanged if the limit leaves no room for a single token; `check_num_logprobs` then raises.
+    Used for chats without an output limit. Output that reaches the maximum length has the finish reason
+    ``length``. The context is returned unchanged if its maximum length is low enough already, or if the limit
+    allows no output token. In the second case, `check_num_logprobs` raises an error.
 
     Args:
         services: its configuration has the limit.
@@ -103,13 +103,15 @@ def check_num_logprobs(
         RequestProblem: 400; the message has the largest possible number and the limit.
     """
     limit = services.config.max_logprobs_per_request
-    lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
-    max_count = prompt_logprob_count + (0 if num_top is None else sum(lengths) * (num_top + 1))
+    max_output_lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
+    max_count = prompt_logprob_count + (0 if num_top is None else sum(max_output_lengths) * (num_top + 1))
     if max_count <= limit:
         return
     terms = []
     if num_top is not None:
-        terms.append(f"{len(lengths)} choice(s) x {max(lengths)} tokens x {num_top + 1}")
+        terms.append(
+            f"{len(max_output_lengths)} choice(s) x {max(max_output_lengths)} tokens x {num_top + 1}"
+        )
     if prompt_logprob_count:
         terms.append(f"{prompt_logprob_count} of the prompt")
     raise RequestProblem(

@@ -52,7 +52,7 @@ async def ping(request: Request) -> Status:
 
 @router.get("/load")
 async def load(request: Request) -> ServerLoad:
-    """Return the number of running and waiting requests."""
+    """Return the number of accepted requests that have not finished."""
     return ServerLoad(server_load=Services.of(request).gate.num_active)
 
 

@@ -182,7 +182,9 @@ def _parsed_json(value: object, field_path: str) -> object:
 
 def _json_schema_grammar(schema: object, field_path: str) -> Grammar:
     if not isinstance(schema, dict | bool):
-        raise RequestProblem(400, f"{field_path} must be a JSON schema, which is an object", param=field_path)
+        raise RequestProblem(
+            400, f"{field_path} must be a JSON schema: an object or a boolean", param=field_path
+        )
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 

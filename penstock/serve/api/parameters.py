@@ -3,11 +3,11 @@
 The server treats the fields of a request as follows:
 
 - A supported field is declared in the schema of the body.
-- A field of `LOGGED_FIELDS` is written to the log and has no effect on the response.
+- A field of `LOGGED_FIELDS` is written to the log and does not affect the output.
 - An unsupported field is in `UNSUPPORTED` or in the schema's ``unsupported``, with accepted values or with
   `RefusedField.accepts_all`. Accepted values and null have no effect. Any other value is refused.
-- Any other field is unknown and is refused, unless the object has open fields. With ``--unknown-fields warn``
-  it is logged and ignored.
+- Any other field is unknown and is refused, or with ``--unknown-fields warn`` logged and ignored. Objects
+  with `RequestBody.has_open_fields` may have unknown fields.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _GENERATION_FIELDS: Mapping[str, RefusedField] = {
     "store": RefusedField("responses are not stored", (False,)),
     # Fields of llama.cpp and Ollama. The accepted values of samplers disable the sampler.
     "cache_prompt": RefusedField(
-        "a request cannot turn the prefix cache off; cache_salt keeps prompts apart", (True,)
+        "a request cannot turn the prefix cache off; cache_salt separates cached prefixes", (True,)
     ),
     "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
     "n_keep": RefusedField("the server has no context shift", (0,)),
@@ -82,7 +82,7 @@ _GENERATION_FIELDS: Mapping[str, RefusedField] = {
     "dry_multiplier": RefusedField(_NO_SAMPLER, (0, 0.0)),
     "samplers": RefusedField(_NO_SAMPLER),
     "timings_per_token": RefusedField("timings are in /metrics and in the log", (False,)),
-    "post_sampling_probs": RefusedField("log probabilities are those before sampling filters", (False,)),
+    "post_sampling_probs": RefusedField("log probabilities are computed before sampling filters", (False,)),
     "n_probs": RefusedField("send logprobs"),
     "n_predict": RefusedField(_USE_MAX_TOKENS),
     "num_predict": RefusedField(_USE_MAX_TOKENS),
@@ -100,7 +100,9 @@ _GENERATION_FIELDS: Mapping[str, RefusedField] = {
     "models": RefusedField(_ONE_PROVIDER, ([],)),
     "provider": RefusedField(_ONE_PROVIDER, ({},)),
     "route": RefusedField(_ONE_PROVIDER),
-    "usage": RefusedField("responses always have it; for streams send stream_options: {include_usage: true}"),
+    "usage": RefusedField(
+        "responses always have a usage; for streams, send stream_options: {include_usage: true}"
+    ),
 }
 _SPECIAL_TOKENS = RefusedField("texts are encoded with the tokenizer's own special tokens", (True,))
 
@@ -122,7 +124,7 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, RefusedField]] = {
         "prediction": RefusedField("predicted outputs are not supported"),
         "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": RefusedField(
-            "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
+            "prefixes stay cached until their blocks are needed", ("in_memory", "in-memory", "24h")
         ),
         "reasoning": RefusedField("send reasoning_effort, and include_reasoning"),
         "think": RefusedField("send reasoning_effort, or chat_template_kwargs"),
@@ -158,11 +160,11 @@ def unsupported_fields(body_type: type[RequestBody]) -> Mapping[str, RefusedFiel
 
 
 @dataclass(frozen=True)
-class UnknownFields:
-    """Checks the fields of a request that its schema does not declare (``--unknown-fields``)."""
+class UndeclaredFieldChecker:
+    """Checks the unsupported and the unknown fields of a request, which its schema does not declare."""
 
-    refuse: bool
-    """Whether unknown fields are refused. Otherwise they are logged and ignored."""
+    refuses_unknown: bool
+    """Whether unknown fields are refused (``--unknown-fields``). Otherwise they are logged and ignored."""
     log: logging.Logger
 
     def check(self, body: RequestBody, field_path: str = "") -> None:
@@ -200,9 +202,9 @@ class UnknownFields:
             *(field.alias or field_name for field_name, field in fields),
             *unsupported_fields(type(body)),
         ]
-        nearest = get_close_matches(name, known_names, n=1, cutoff=0.7)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        if self.refuse:
+        nearest_names = get_close_matches(name, known_names, n=1, cutoff=0.7)
+        hint = f"; did you mean {nearest_names[0]}?" if nearest_names else ""
+        if self.refuses_unknown:
             raise RequestProblem(400, f"unknown field {param!r}{hint}", param=param, code="unknown_parameter")
         self.log.warning("a request has the unknown field %r, which is ignored%s", param, hint)
 
@@ -222,7 +224,7 @@ def _check_value(param: str, value: object, field: RefusedField) -> None:
 def map_input_errors(param: str | None) -> Iterator[None]:
     """Convert an `InputError` in the ``with`` block to a `RequestProblem`.
 
-    The problem names the field of the error, or ``param`` if the error names none.
+    The problem names the field of the `InputError`, or ``param`` if the `InputError` names no field.
     """
     try:
         yield
@@ -348,7 +350,7 @@ def _logit_biases(logit_bias: Mapping[str, float] | None, vocab_size: int) -> di
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestProblem(
                 400,
-                f"logit_bias has the key {key!r}: keys must be texts of token ids from 0 to {vocab_size - 1}",
+                f"logit_bias has the key {key!r}: keys must be token ids from 0 to {vocab_size - 1}",
                 param="logit_bias",
             )
         biases[int(key)] = bias

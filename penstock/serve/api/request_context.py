@@ -54,14 +54,14 @@ def request_context(
         body: the request.
         request_id: the id of the context.
         index: the index of the prompt in the request.
-        param: the request field that errors of the prompt name.
+        param: the request field of the prompt, for error messages.
         adapter: the name of the adapter; None for the model itself.
         num_top: number of top tokens per generated token; None if the response has no log
             probabilities of generated tokens.
         has_prompt_logprobs: whether log probabilities of the prompt are computed.
         default_max_tokens: the output limit of a request without ``max_tokens``; None for the limit of the
             model.
-        **prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``, and images.
+        **prompt: either ``prompt``, or ``messages``, ``tools``, ``chat_template_options`` and the images.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.

@@ -28,22 +28,22 @@ from penstock.text.scoring import PairScoring, ranking
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_ROUTE = route_options(RerankBody, "The documents by descending relevance.", streams=False)
+_ROUTE_OPTIONS = route_options(RerankBody, "The documents by descending relevance.", streams=False)
 
 
-@router.post("/v1/rerank", **_ROUTE)
+@router.post("/v1/rerank", **_ROUTE_OPTIONS)
 async def rerank(request: Request) -> Response:
     """Order documents by their relevance to a query. The response has the format of Cohere v1 and Jina."""
     return await _rerank(request, "1")
 
 
-@router.post("/rerank", **_ROUTE)
+@router.post("/rerank", **_ROUTE_OPTIONS)
 async def rerank_without_version(request: Request) -> Response:
     """Do the same as `/v1/rerank`."""
     return await _rerank(request, "1")
 
 
-@router.post("/v2/rerank", **_ROUTE)
+@router.post("/v2/rerank", **_ROUTE_OPTIONS)
 async def rerank_v2(request: Request) -> Response:
     """Order documents by their relevance to a query. The response has the format of Cohere v2."""
     return await _rerank(request, "2")
@@ -78,7 +78,7 @@ async def _rerank(request: Request, version: str) -> Response:
 def _inputs(
     services: Services, body: RerankBody, scoring: PairScoring, texts: Sequence[str]
 ) -> list[ModelInput]:
-    """Return the inputs of the model. Each document is cut to ``max_tokens_per_doc`` tokens, if it is set."""
+    """Return the inputs of the model. If ``max_tokens_per_doc`` is set, cut each document to this length."""
     limit, tokenizer = body.max_tokens_per_doc, embeddings_tokenizer(services)
     inputs = []
     for pair_input in scoring.inputs:

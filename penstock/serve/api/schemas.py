@@ -1,8 +1,8 @@
 """The schemas of request bodies, with the field names of the OpenAI API.
 
-A class declares the supported fields and the fields that are only logged. `penstock.serve.api.parameters`
-lists the unsupported fields of OpenAI's API and of other servers. A field with the value ``null`` counts as
-absent.
+A class declares the supported fields and the fields that are only logged. The unsupported fields of OpenAI's
+API and of other servers are listed in `penstock.serve.api.parameters` or in the class attribute
+``unsupported``. An optional field with the value ``null`` counts as absent.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {}
-    """The unsupported fields of this class, unless `penstock.serve.api.parameters` lists them."""
+    """The unsupported fields. Has no effect if `penstock.serve.api.parameters` lists fields of the class."""
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed, because the code that reads the object checks them."""
+        """Whether undeclared fields are allowed. If True, the code that reads the object must check them."""
         return False
 
 
@@ -53,7 +53,7 @@ class FunctionCall(RequestBody):
 
     name: str
     arguments: str | dict[str, object] | None = None
-    """The arguments: a JSON text, as in responses, or an object."""
+    """The arguments, as a JSON text (OpenAI's format) or as an object."""
 
 
 class ToolCall(RequestBody):
@@ -83,7 +83,7 @@ class ContentPart(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed, because a part of an unknown type is refused later."""
+        """Whether undeclared fields are allowed. True for unknown types, whose parts are refused later."""
         return self.type not in ("text", "refusal", "image_url")
 
     @model_validator(mode="after")
@@ -103,7 +103,7 @@ class ChatMessage(RequestBody):
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_LENGTH)]
     """A standard role, or a model-specific role that the chat template supports, such as ``ipython``."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    """None and an empty list mean an empty text."""
+    """An empty list and None mean an empty text. If `refusal` is set, None means the text of the refusal."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -166,7 +166,7 @@ class AllowedTools(RequestBody):
 
 
 class JsonSchema(RequestBody):
-    """A JSON schema in the field ``schema``, with a name. Without these fields, the object is the schema."""
+    """A JSON schema in the field ``schema``. Without ``name`` and ``schema``, the object is the schema."""
 
     name: str | None = None
     description: str | None = None
@@ -181,7 +181,7 @@ class JsonSchema(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed, because the object itself is the schema."""
+        """Whether undeclared fields are allowed. True if the object itself is the schema."""
         return self.is_plain_schema
 
 
@@ -193,7 +193,7 @@ class ResponseFormat(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are allowed, because the grammar back end checks a structural tag."""
+        """Whether undeclared fields are allowed. True for structural tags, whose grammar is checked later."""
         return self.type == "structural_tag"
 
 
@@ -214,7 +214,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Adds the usage up to the chunk to every chunk. Sets ``include_usage`` if that field is absent."""
+    """Adds to every chunk the usage up to that chunk. Implies ``include_usage`` if that field is absent."""
 
 
 class GenerationBody(RequestBody):
@@ -253,7 +253,7 @@ class GenerationBody(RequestBody):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Number of top tokens per prompt token."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """Number of last prompt tokens to keep; -1 keeps the maximum length minus ``max_tokens``."""
+    """Maximum number of prompt tokens to keep, or -1; see `request_context.build_context`."""
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -267,7 +267,7 @@ class GenerationBody(RequestBody):
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
 
-    # Fields that are only logged.
+    # Fields that do not affect the output. They are logged, and `user` also names the session of a request.
     user: Label | None = None
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
     safety_identifier: Label | None = None
@@ -315,7 +315,7 @@ class GenerationBody(RequestBody):
     @classmethod
     def _check_bad_words(cls, words: list[str] | None) -> list[str] | None:
         if any(not word.strip() for word in words or ()):
-            raise ValueError("a bad word is empty: omit it")
+            raise ValueError("a bad word is empty or consists of white space: omit it")
         length = sum(map(len, words or ()))
         if length > MAX_BAD_WORD_CHARACTERS:
             raise ValueError(
@@ -359,7 +359,7 @@ class CompletionBody(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    """The text that follows the output, for models with fill-in-the-middle tokens."""
+    """The text that follows the output. Requires a model with fill-in-the-middle tokens."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
@@ -390,7 +390,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """Whether a loaded adapter with the same name is replaced. Otherwise, the request is then refused."""
+    """False refuses the request if an adapter with this name is loaded. None and True replace the adapter."""
 
 
 class UnloadAdapterBody(RequestBody):

@@ -26,10 +26,10 @@ from penstock.text.scoring import PairScoring, ScoringInput
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-_ROUTE = route_options(ScoreBody, "The scores, in the order of the pairs.", streams=False)
+_ROUTE_OPTIONS = route_options(ScoreBody, "The scores, in the order of the pairs.", streams=False)
 
 
-@router.post("/v1/score", **_ROUTE)
+@router.post("/v1/score", **_ROUTE_OPTIONS)
 async def score(request: Request) -> Response:
     """Return the relevance score of each pair of texts. A pair has one text of text_1 and one of text_2."""
     services = Services.of(request)
@@ -63,7 +63,7 @@ async def score(request: Request) -> Response:
     return JsonResponse([encode(envelope)])
 
 
-@router.post("/score", **_ROUTE)
+@router.post("/score", **_ROUTE_OPTIONS)
 async def score_without_version(request: Request) -> Response:
     """Do the same as `/v1/score`."""
     return await score(request)

@@ -209,5 +209,5 @@ def _speech_tokenizer(services: Services) -> SpeechTokenizer:
 
 
 def _raise_cut_off(problem: Problem) -> NoReturn:
-    """Raise, so that the server closes the connection: audio bytes cannot contain an error message."""
+    """Raise an error that makes the server close the connection. Audio bytes cannot contain an error."""
     raise AudioCutOffError(problem.message)

@@ -61,7 +61,7 @@ class SpeechRun:
             generation.cancel()
 
     def finish(self) -> None:
-        """Cancel the running parts and write the number of tokens into the request record."""
+        """Cancel the running parts and write the token counts into the request record."""
         self.cancel()
         self._record.completion_tokens = sum(self._num_tokens_by_part)
         self._record.cached_tokens = sum(self._num_cached_by_part)

@@ -16,7 +16,7 @@ from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.generation import cancel_on_disconnect
 from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, collect_parts, with_pauses
 from penstock.serve.api.models import system_fingerprint
-from penstock.serve.api.parameters import UnknownFields, check_combinations
+from penstock.serve.api.parameters import UndeclaredFieldChecker, check_combinations
 from penstock.serve.api.schemas import GenerationBody, RequestBody
 from penstock.serve.api.usage import Usage
 from penstock.serve.api.validation import validated
@@ -45,7 +45,10 @@ class ChoiceResponseBuilder(Protocol):
         ...
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
-        """Return the events of a delta. `usage` is set if each event must have the usage up to the delta."""
+        """Return the events of a delta.
+
+        `usage` includes the delta, and is set if each event must have the usage up to that event.
+        """
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -99,14 +102,14 @@ def checked_body(services: Services, body_type: type[Body], raw: object) -> Body
     if is_optional and isinstance(raw, dict) and raw.get("model") is None:
         raw = {**raw, "model": services.model_name}
     body = validated(body_type, raw)
-    UnknownFields(services.config.unknown_fields == "error", services.log).check(body)
+    UndeclaredFieldChecker(services.config.unknown_fields == "error", services.log).check(body)
     if isinstance(body, GenerationBody):
         check_combinations(body)
     return body
 
 
 def record_logged_fields(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Write the model, ``stream``, the id, the seed and the fields of `LOGGED_FIELDS` into the record."""
+    """Write the model, ``stream``, the context's id and seed, and the `LOGGED_FIELDS` into the record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user
@@ -154,6 +157,7 @@ async def answer_request(
 
     Raises:
         PenstockError: the worker refused the request, or the request failed.
+        RequestProblem: 503; a time limit of the server was exceeded.
         ClientDisconnect: the client disconnected; the choices are cancelled.
     """
     record = RequestRecord.of(request)

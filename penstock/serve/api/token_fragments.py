@@ -14,7 +14,7 @@ T = TypeVar("T")
 MIN_LOGPROB = -9999.0
 """OpenAI's value for a token of probability 0, because JSON has no infinity."""
 
-MAX_COST = 1024
+MAX_PART_COST = 1024
 """The cost at which a part of JSON is full. Encoding such a part takes about 1 ms.
 
 A number has a cost of 1. A token whose JSON is not in the cache has an additional cost of
@@ -27,7 +27,7 @@ NumberTemplate: TypeAlias = tuple[bytes, bytes, bytes]
 
 
 class Fragments(dict[int, T]):
-    """A dict: token id -> result of `make_fragment`, which it calls when a token id is first used."""
+    """A dict: token id -> result of `make_fragment`, which is called when the token id is first used."""
 
     def __init__(self, make_fragment: Callable[[int], T]) -> None:
         super().__init__()
@@ -96,10 +96,11 @@ class TokenFragments:
 class NumberWriter:
     """Collects log probabilities and the JSON around them, and returns their JSON in parts.
 
-    One call encodes all numbers of a part, because one call per number takes longer.
+    One call encodes all numbers of a part, because one call per number would take longer.
 
     Args:
-        fragments: the cache of JSON fragments. Its size shows how many new tokens a part has, see `MAX_COST`.
+        fragments: the cache of JSON fragments. Its growth is the number of new fragments in a part, see
+            `MAX_PART_COST`.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
@@ -134,7 +135,7 @@ class NumberWriter:
     def is_full(self) -> bool:
         """Whether the current part has reached the maximum cost."""
         num_new_fragments = self._fragments.num_cached - self._num_cached_before_part
-        return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_COST
+        return len(self._values) + UNCACHED_TOKEN_COST * num_new_fragments >= MAX_PART_COST
 
     def part(self) -> bytes:
         """Return the JSON that was added since the last call."""
@@ -146,7 +147,7 @@ class NumberWriter:
 
 
 def encoded_numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return the JSON of each log probability. Values below `MIN_LOGPROB` are replaced by it; None is null.
+    """Return the JSON of each log probability, which is at least `MIN_LOGPROB`. None becomes null.
 
     >>> encoded_numbers([-0.5, None, float("-inf")])
     [b'-0.5', b'null', b'-9999.0']

@@ -8,7 +8,7 @@ from typing import TypeVar
 from penstock.serve.api.choice_decoder import PromptScore, Score, TopTokens, top_tokens
 from penstock.serve.api.json_parts import Parts, encode
 from penstock.serve.api.token_fragments import (
-    MAX_COST,
+    MAX_PART_COST,
     UNCACHED_TOKEN_COST,
     NumberWriter,
     TokenFragments,
@@ -99,7 +99,7 @@ class CompletionScores:
         yield b'{"text_offset":['
         yield from _comma_joined(self._offsets(ids) for ids in _slices(token_ids, UNCACHED_TOKEN_COST))
         yield b'],"token_logprobs":['
-        yield from _comma_joined(encoded_numbers(values) for values in _slices(logprobs, MAX_COST))
+        yield from _comma_joined(encoded_numbers(values) for values in _slices(logprobs, MAX_PART_COST))
         yield b'],"tokens":['
         keys = self._fragments.completion_keys
         yield from _comma_joined(

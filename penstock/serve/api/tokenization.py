@@ -46,7 +46,7 @@ class DetokenizeResponse(BaseModel):
 
 @router.post("/tokenize", openapi_extra=request_body(TokenizeBody), responses=responses(*BODY_ERRORS))
 async def tokenize(request: Request) -> TokenizeResponse:
-    """Return the tokens of a text, or of the messages that the chat template renders."""
+    """Return the tokens of a text, or of messages rendered by the chat template."""
     return await _run(request, _tokenize)
 
 

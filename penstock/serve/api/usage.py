@@ -18,7 +18,10 @@ class CompletionTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts of all choices of a response. They include cached tokens and reasoning tokens."""
+    """Token counts of a response: each prompt counts once, and the outputs of all choices count.
+
+    The counts include cached tokens and reasoning tokens.
+    """
 
     prompt_tokens: int
     completion_tokens: int

@@ -18,7 +18,7 @@ from penstock.serve.services import Services
 
 @dataclass
 class Worker(FakeEngine):
-    """A fake worker that loads every adapter whose path does not contain ``broken``."""
+    """A fake worker that stores the paths of adapters. Loading fails if the path contains ``broken``."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         if "broken" in path:
@@ -117,7 +117,7 @@ async def test_adapter_routes_need_enable_lora_and_a_local_host_or_an_api_key(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("path_template", "allowed"),
+    ("path_template", "is_allowed"),
     [
         ("tone", True),
         ("./deep/tone", True),
@@ -130,7 +130,7 @@ async def test_adapter_routes_need_enable_lora_and_a_local_host_or_an_api_key(
     ],
 )
 async def test_adapter_paths_must_be_in_the_configured_directory(
-    path_template: str, allowed: bool, tmp_path: Path
+    path_template: str, is_allowed: bool, tmp_path: Path
 ) -> None:
     root = tmp_path / "adapters"
     root.mkdir()
@@ -138,6 +138,6 @@ async def test_adapter_paths_must_be_in_the_configured_directory(
     services = make_lora_services({"enable_lora": True, "lora_dir": str(root)})
     path = path_template.format(root=root)
     answer = await post(services, "load", lora_name="tone", lora_path=path)
-    assert answer.status_code == (200 if allowed else 403)
-    expected = {"tone": str((root / path).resolve())} if allowed else {}
+    assert answer.status_code == (200 if is_allowed else 403)
+    expected = {"tone": str((root / path).resolve())} if is_allowed else {}
     assert services.worker.adapters == expected

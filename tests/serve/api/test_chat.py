@@ -291,14 +291,14 @@ async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> N
         await wait_until(lambda: server.services.worker.num_outstanding == 0)
 
 
-async def test_tools_are_rendered_into_the_prompt() -> None:
+async def test_only_tools_that_the_model_may_call_are_rendered_into_the_prompt() -> None:
     async with run_in_process(template=HERMES) as server:
-        allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+        allowed_tools = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
         for body, names in (
             ({}, ["get_weather", "get_time"]),
             ({"tool_choice": "auto"}, ["get_weather", "get_time"]),
             ({"tool_choice": "none"}, []),
-            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ["get_time"]),
+            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed_tools}}, ["get_time"]),
         ):
             response = await server.post(
                 "/v1/chat/completions/render", messages=[user_message("a")], tools=[WEATHER, TIME], **body
@@ -374,7 +374,9 @@ def generate_a_special_token(context: TextContext) -> int:
 
 
 @pytest.mark.parametrize(("skip_special_tokens", "text"), [(None, "ab"), (True, "ab"), (False, "a<|end|>b")])
-async def test_special_tokens_are_skipped_by_default(skip_special_tokens: bool | None, text: str) -> None:
+async def test_special_tokens_are_in_the_text_only_if_skip_special_tokens_is_false(
+    skip_special_tokens: bool | None, text: str
+) -> None:
     fields = {"skip_special_tokens": skip_special_tokens, "ignore_eos": True, "max_tokens": 3}
     for template in (HERMES, FakeTokenizer.TEMPLATE):
         async with run_in_process(FakePipeline(generate_a_special_token), template=template) as server:
@@ -394,7 +396,7 @@ async def test_reasoning_of_messages_is_renamed_for_the_template() -> None:
         assert response.json()["prompt"] == "Why?"
 
 
-async def test_response_formats_and_forced_calls_are_grammars_of_the_context() -> None:
+async def test_response_formats_and_forced_or_strict_calls_become_grammars_of_the_context() -> None:
     contexts: list[TextContext] = []
 
     def choose(context: TextContext) -> int:

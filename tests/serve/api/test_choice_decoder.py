@@ -52,8 +52,10 @@ def make_choice(
 ) -> ChoiceDecoder:
     parsers = ParserFactory.choose(template)
     parser = parsers.new(tools=TOOLS, parallel=parallel_calls, new_id=lambda: "id") if template else None
-    token_by_token = parsers.reasoning_format_name is not None or not parallel_calls
-    return ChoiceDecoder(context, TOKENIZER, parser=parser, token_by_token=token_by_token, **decoder_options)
+    parses_each_token = parsers.reasoning_format_name is not None or not parallel_calls
+    return ChoiceDecoder(
+        context, TOKENIZER, parser=parser, parses_each_token=parses_each_token, **decoder_options
+    )
 
 
 def decode_in_chunks(

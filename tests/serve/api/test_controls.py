@@ -36,8 +36,7 @@ async def test_each_route_calls_the_engine(path: str, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_each_route_requires_the_api_key(path: str) -> None:
-    """A server on a public address refuses these routes if it is configured without an API key."""
+async def test_each_route_requires_the_api_key_or_a_loopback_address(path: str) -> None:
     engine = FakeEngine()
     assert (await post(engine, path, api_key=("one",))).status_code == 401
     wrong_key = {"authorization": "Bearer two"}
@@ -74,7 +73,7 @@ async def test_invalid_sleep_levels_are_refused(level: str) -> None:
     assert engine.calls == []
 
 
-async def test_an_unsupported_feature_is_an_error_response() -> None:
+async def test_an_unsupported_feature_gives_status_400() -> None:
     engine = FakeEngine(control_error=UnsupportedFeatureError("profiles", "start with --profile-dir"))
     answer = await post(engine, "/start_profile")
     assert answer.status_code == 400

@@ -60,12 +60,12 @@ class EmbeddingsEngine(FakeEngine):
         del self.running[request_id]
         self._count()
 
-    def answer(self, count: int = 1, *, youngest: bool = False) -> None:
-        """Answer the ``count`` oldest inputs, or the youngest inputs if ``youngest`` is true.
+    def answer(self, count: int = 1, *, youngest_first: bool = False) -> None:
+        """Answer the ``count`` oldest inputs, or the ``count`` youngest inputs if ``youngest_first`` is true.
 
         A vector consists of the number of tokens and the id of the first token.
         """
-        for request_id in (list(self.running)[::-1] if youngest else list(self.running))[:count]:
+        for request_id in (list(self.running)[::-1] if youngest_first else list(self.running))[:count]:
             context, generation = self.running.pop(request_id)
             self._count()
             generation.admit(0)
@@ -107,12 +107,12 @@ async def test_a_large_request_submits_two_batches_at_a_time(embedder: Path) -> 
     await wait_until(lambda: len(engine.running) == 8)
     small_exchange = application.post(input=make_inputs(1))
     await wait_until(lambda: len(engine.running) == 9)
-    engine.answer(youngest=True)
+    engine.answer(youngest_first=True)
     await small_exchange.wait_until_ended()
     assert small_exchange.status == 200
     assert len(engine.running) == 8
     while not large_exchange.task.done():
-        engine.answer(3, youngest=True)  # results arrive out of order
+        engine.answer(3, youngest_first=True)  # results arrive out of order
         await asyncio.sleep(0.005)
         assert len(engine.running) <= 8
     vectors = [item["embedding"] for item in msgspec.json.decode(large_exchange.body)["data"]]
@@ -190,7 +190,7 @@ async def test_large_requests_together_use_about_half_of_the_queue(embedder: Pat
     assert num_large_inputs <= 10 + len(large_exchanges)
     small_exchanges = [application.post(input=make_inputs(1)) for _ in range(3)]
     await wait_until(lambda: engine.num_outstanding == num_large_inputs + 3)
-    engine.answer(3, youngest=True)
+    engine.answer(3, youngest_first=True)
     for exchange in small_exchanges:
         await exchange.wait_until_ended()
         assert exchange.status == 200

@@ -11,14 +11,14 @@ from penstock.serve.api import fill_in_middle
 from penstock.serve.api.fill_in_middle import FillInMiddleTokens, fill_in_prompt
 from penstock.testing import FakePipeline, FakeTokenizer
 
-PSM, SPM = FillInMiddleTokens("^", "~", "|"), FillInMiddleTokens("^", "~", "|", suffix_first=True)
+PSM, SPM = FillInMiddleTokens("^", "~", "|"), FillInMiddleTokens("^", "~", "|", is_suffix_first=True)
 
 
 @pytest.mark.parametrize(("family", "text"), [(PSM, "^ab~cd|"), (SPM, "~cd^ab")])
 def test_each_family_orders_prefix_suffix_and_markers(
     family: FillInMiddleTokens, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("<none>", "x", "y"), family))
+    monkeypatch.setattr(fill_in_middle, "FIM_FAMILIES", (FillInMiddleTokens("<none>", "x", "y"), family))
     ids = fill_in_prompt(FakeTokenizer(), "ab", "cd", "suffix")
     assert bytes(ids).decode() == text
 
@@ -28,8 +28,8 @@ async def test_a_suffix_gives_a_fill_in_middle_prompt_or_is_refused(monkeypatch:
     async with run_in_process(pipeline) as server:
         refusal_error = await server.expect_refusal("/v1/completions", prompt="a", suffix="b")
         assert (refusal_error["param"], refusal_error["code"]) == ("suffix", "unsupported_parameter")
-        monkeypatch.setattr(fill_in_middle, "FAMILIES", (PSM,))
-        monkeypatch.setattr(fill_in_middle, "END_TOKENS", ("!",))
+        monkeypatch.setattr(fill_in_middle, "FIM_FAMILIES", (PSM,))
+        monkeypatch.setattr(fill_in_middle, "FIM_END_TOKENS", ("!",))
         response = await server.complete(prompt=["ab", ""], suffix="cd", max_tokens=50)
         assert [choice["text"] for choice in response["choices"]] == ["^ab~cd|", "^~cd|"]
         assert [choice["finish_reason"] for choice in response["choices"]] == ["stop", "stop"]

@@ -19,11 +19,11 @@ CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user_message("Hi"
 COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 1500})
 
 
-def make_endless_pipeline(seconds: float = 0.001) -> FakePipeline:
-    """Return a pipeline that generates the letter a without end, with `seconds` per token."""
+def make_endless_pipeline(seconds_per_token: float = 0.001) -> FakePipeline:
+    """Return a pipeline that generates the letter a without end."""
 
     def choose(context: TextContext) -> int:
-        time.sleep(seconds)
+        time.sleep(seconds_per_token)
         return ord("a")
 
     return FakePipeline(choose)
@@ -54,7 +54,7 @@ async def test_no_headers_are_sent_before_all_choices_are_admitted() -> None:
 @pytest.mark.parametrize("route_and_body", [CHAT, COMPLETION])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_disconnect_cancels_the_request_at_once(
+async def test_a_disconnect_cancels_the_request(
     route_and_body: tuple[str, dict[str, Any]], stream: bool, n: int
 ) -> None:
     async with run_in_process(make_endless_pipeline(0.005)) as server:
@@ -250,8 +250,8 @@ async def test_streams_finish_while_half_of_the_clients_disconnect() -> None:
 async def test_a_finished_choice_does_not_affect_the_other_choices(stream: bool) -> None:
     def choose(context: TextContext) -> int:
         time.sleep(0.001)
-        has_ended = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
-        return ord("b") if has_ended else ord("a")
+        must_stop = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
+        return ord("b") if must_stop else ord("a")
 
     async with run_in_process(FakePipeline(choose)) as server:
         body = {"prompt": "Hi", "n": 2, "stop": "b", "max_tokens": 100, "stream": stream}

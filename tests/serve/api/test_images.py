@@ -72,14 +72,14 @@ async def test_chat_completions_read_images(folder: Path, tmp_path: Path) -> Non
         body["messages"] = [make_message("What?", "file:///a.png", make_image_url(2))]
         local_response = await client.chat.completions.create(**body)
         assert local_response.choices[0].message.content == expected.text
-        await check_counts(server, expected.prompt_token_ids)
+        await check_prompt_tokens(server, expected.prompt_token_ids)
         await check_errors(server, client)
         metrics = (await server.http.get("/metrics")).text
         assert "penstock_image_preparation_seconds_count" in metrics
         assert server.services.images._num_active == 0
 
 
-async def check_counts(server: InProcessServer, ids: list[int]) -> None:
+async def check_prompt_tokens(server: InProcessServer, ids: list[int]) -> None:
     """Check that `/tokenize` and `/v1/chat/completions/render` return ``ids``, with the tokens of images."""
     body = {"model": "tiny", "messages": [make_message("What?", make_image_url(1), make_image_url(2))]}
     tokenized = (await server.http.post("/tokenize", json=body)).json()
@@ -179,10 +179,10 @@ async def test_responses_and_messages_read_images(folder: Path) -> None:
         async with anthropic.AsyncAnthropic(
             base_url="http://localhost", api_key="none", http_client=http, max_retries=0
         ) as client:
-            await check_messages(client, text, expected.usage.prompt_tokens)
+            await check_messages_api(client, text, expected.usage.prompt_tokens)
 
 
-async def check_messages(client: Any, text: str, num_prompt_tokens: int) -> None:
+async def check_messages_api(client: Any, text: str, num_prompt_tokens: int) -> None:
     """Check image blocks of the Messages API, with base64 data and with a URL."""
     source = {"type": "base64", "media_type": "image/png", "data": make_image_url(1).partition(",")[2]}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]

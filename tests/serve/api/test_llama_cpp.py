@@ -60,7 +60,7 @@ async def test_the_infill_route_formats_the_prompt_and_needs_infill_tokens(
     async with run_in_process(make_echo_pipeline()) as server:
         fields: Any = {"input_prefix": "ab", "input_suffix": "cd", "n_predict": 50}
         assert (await server.expect_refusal("/infill", **fields))["param"] == "input_suffix"
-        monkeypatch.setattr(fill_in_middle, "FAMILIES", (FillInMiddleTokens("^", "~", "|"),))
+        monkeypatch.setattr(fill_in_middle, "FIM_FAMILIES", (FillInMiddleTokens("^", "~", "|"),))
         response = await server.post("/infill", **fields)
         assert response.json()["content"] == "^ab~cd|"
         extra_files = [{"filename": "f", "text": "t"}]

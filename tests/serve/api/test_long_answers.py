@@ -14,14 +14,14 @@ import penstock.serve.api.json_parts
 from penstock.pipelines.core import LogProbabilities, TextContext
 from penstock.serve.api.choice_decoder import Score, top_tokens
 from penstock.serve.api.json_parts import EncodingTurns, JsonResponse, collect_parts
-from penstock.serve.api.token_fragments import MAX_COST, TokenFragments
+from penstock.serve.api.token_fragments import MAX_PART_COST, TokenFragments
 from penstock.serve.api.token_scores import ChatScores, CompletionScores, prompt_parts
 from penstock.testing import FakePipeline, FakeTokenizer
 from penstock.worker.messages import PackedLogProbabilities
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZER = FakeTokenizer()
-MAX_BYTES = 100 * MAX_COST
+MAX_BYTES = 100 * MAX_PART_COST
 """Maximum size of a part in bytes. A log probability has fewer than 100 bytes and a cost of at least 1."""
 
 
@@ -50,7 +50,7 @@ def encode_prompt_scores() -> list[bytes]:
 @pytest.mark.parametrize("encode", [encode_chat, encode_completion, encode_prompt_scores])
 def test_the_size_of_the_parts_of_a_long_response_is_bounded(encode: Any) -> None:
     json_parts = encode()
-    assert len(json_parts) >= 3000 * 21 // MAX_COST
+    assert len(json_parts) >= 3000 * 21 // MAX_PART_COST
     assert max(map(len, json_parts)) < MAX_BYTES
     json.loads(b"".join(json_parts))
 
@@ -183,17 +183,17 @@ TOO_MANY_LOGPROBS: list[tuple[str, dict[str, Any], str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "param", "numbers"), TOO_MANY_LOGPROBS)
+@pytest.mark.parametrize(("path", "fields", "param", "message_parts"), TOO_MANY_LOGPROBS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_with_too_many_log_probabilities_is_refused_before_it_runs(
-    path: str, fields: dict[str, Any], param: str, numbers: list[str], stream: bool
+    path: str, fields: dict[str, Any], param: str, message_parts: list[str], stream: bool
 ) -> None:
     body = {"messages": [user_message("Hi")]} if path == CHAT else {"prompt": "Hi"}
     async with run_in_process(max_logprobs_per_request=1000) as server:
         error = await server.expect_refusal(path, **{**body, **fields, "stream": stream})
         assert error["param"] == param
-        for number in [*numbers, "at most 1000", "--max-logprobs-per-request"]:
-            assert number in error["message"]
+        for part in [*message_parts, "at most 1000", "--max-logprobs-per-request"]:
+            assert part in error["message"]
         assert server.pipeline.batches == []
     async with run_in_process(max_logprobs_per_request=2500) as server:
         response = await server.post(path, **{**body, **fields, "stream": stream})

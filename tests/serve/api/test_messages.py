@@ -25,7 +25,7 @@ CALL = 'I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"
 
 
 def answer_by_script(prompt: str) -> str:
-    """Return the answer to a known text in the prompt, or else the prompt up to a final ``assistant: ``."""
+    """Return the answer to a known text in the prompt, or else the prompt without a final ``assistant: ``."""
     if "Say hello" in prompt:
         return "Hello!"
     if "Think" in prompt:
@@ -97,7 +97,7 @@ def test_the_whole_conversation_is_rendered_by_the_template(client: Any) -> None
     )
 
 
-def test_prefill_continues_the_answer(client: Any) -> None:
+def test_the_output_continues_a_final_assistant_message(client: Any) -> None:
     messages = [*make_user_message("x"), {"role": "assistant", "content": "The answer"}]
     message = client.messages.create(model="demo", max_tokens=50, messages=messages)
     assert message.content[0].text == "user: xassistant: The answer"
@@ -149,8 +149,13 @@ def test_thinking_is_returned_in_its_own_block(client: Any, url: str) -> None:
     assert [block.type for block in message.content] == ["thinking", "text"]
     assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes.")
     assert message.content[0].signature
-    without_thinking = client.messages.create(**fields, thinking={"type": "adaptive", "display": "omitted"})
-    assert (without_thinking.content[0].thinking, without_thinking.content[1].text) == ("", "Yes.")
+    message_with_omitted_thinking = client.messages.create(
+        **fields, thinking={"type": "adaptive", "display": "omitted"}
+    )
+    assert (
+        message_with_omitted_thinking.content[0].thinking,
+        message_with_omitted_thinking.content[1].text,
+    ) == ("", "Yes.")
     with client.messages.stream(**fields, thinking=thinking) as events:
         streamed_message = events.get_final_message()
     assert [block.to_dict() for block in streamed_message.content] == [
@@ -286,7 +291,7 @@ def test_requests_of_claude_code_are_accepted(url: str, caplog: pytest.LogCaptur
 
 
 def test_a_deferred_tool_is_in_the_prompt_after_a_tool_search(url: str) -> None:
-    """The prompt contains a deferred tool to which the result of a tool search refers."""
+    """A deferred tool and a result of a tool search that refers to this tool are in the prompt."""
     tool_use = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
     references = [{"type": "tool_reference", "tool_name": "deferred_tool"}]
     body = {

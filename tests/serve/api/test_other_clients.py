@@ -71,7 +71,7 @@ async def test_the_default_model_is_the_served_model(path: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_guided_fields_are_grammars_of_the_context(
+async def test_guided_fields_become_grammars_of_the_context(
     path: str, fields: dict[str, Any], kind: str, text: str
 ) -> None:
     contexts: list[TextContext] = []
@@ -83,7 +83,10 @@ async def test_guided_fields_are_grammars_of_the_context(
 
 
 def runtime_factory_with_grammars(contexts: list[TextContext]) -> Any:
-    """Return a function that creates a worker runtime for grammars. Its pipeline appends to `contexts`."""
+    """Return a function that creates a worker runtime with grammars enabled.
+
+    The pipeline of the runtime appends the context of each request to `contexts`.
+    """
     info = WorkerInfo(
         max_length=2048,
         max_batch_size=8,

@@ -31,7 +31,7 @@ PATCH: Any = {
 
 
 def make_echo_pipeline() -> FakePipeline:
-    """Return a pipeline that repeats the prompt up to a final ``assistant: ``, with ``|`` for line ends."""
+    """Return a pipeline that repeats the prompt without a final ``assistant: ``, with ``|`` for line ends."""
     return FakePipeline.answering(lambda prompt: prompt.removesuffix("assistant: ").replace("\n", "|"))
 
 
@@ -198,7 +198,7 @@ async def test_custom_tools_are_called_with_text() -> None:
         assert [tool.type for tool in response.tools] == ["custom"]
 
 
-async def test_responses_report_truncation_and_log_probabilities() -> None:
+async def test_responses_report_incomplete_outputs_and_log_probabilities() -> None:
     async with run_in_process() as server:
         response = await server.openai.responses.create(model="demo", input="Hi", max_output_tokens=3)
         assert (response.status, response.output_text) == ("incomplete", "Hel")
@@ -400,7 +400,7 @@ async def test_clients_see_only_their_own_responses() -> None:
 
 
 class Answer(BaseModel):
-    """The output schema of the test of `parse`."""
+    """The output schema of `test_parse_returns_structured_output`."""
 
     city: str
 

@@ -199,16 +199,16 @@ async def test_tools_with_the_name_of_a_function_are_renamed_for_the_model(tools
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_only_an_approved_call_is_executed_and_only_once(tools: ServedTools, stream: bool) -> None:
-    entry = {**CALC, "require_approval": "always"}
+    calc_with_approval = {**CALC, "require_approval": "always"}
     async with run_server(tools, call_text("add", a=2, b=3), "Done.") as server:
-        pending_response = await create(server, tools=[entry])
+        pending_response = await create(server, tools=[calc_with_approval])
         assert item_types(pending_response) == ["mcp_list_tools", "mcp_approval_request"]
         request = pending_response.output[1]
         assert (request.name, request.server_label) == ("add", "calc")
         assert json.loads(request.arguments) == {"a": 2, "b": 3}
         assert not tools.calls
         reply: Any = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
-        fields: Any = {"tools": [entry], "previous_response_id": pending_response.id}
+        fields: Any = {"tools": [calc_with_approval], "previous_response_id": pending_response.id}
         if stream:
             http_response = await server.post("/v1/responses", input=[reply], stream=True, **fields)
             response = parse_events(http_response.text)[-1]["response"]
@@ -229,7 +229,7 @@ async def test_only_an_approved_call_is_executed_and_only_once(tools: ServedTool
             *response["output"],
         ]
         assert (
-            await create(server, [*items, _make_user_message("And?")], tools=[entry])
+            await create(server, [*items, _make_user_message("And?")], tools=[calc_with_approval])
         ).output_text == "Done."
         assert len(tools.calls) == 1  # the approved call is not repeated
         with record_prompts(server) as prompts:
@@ -271,12 +271,12 @@ async def test_calls_need_approval_if_mcp_require_approval_is_always(tools: Serv
 
 async def test_only_allowed_tools_are_listed(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server:
-        for allowed, names in (
+        for allowed_tools, names in (
             (["add", "slow"], ["add", "slow"]),
             ({"read_only": True}, ["add"]),
             ({"tool_names": ["fail"]}, ["fail"]),
         ):
-            response = await create(server, tools=[{**CALC, "allowed_tools": allowed}])
+            response = await create(server, tools=[{**CALC, "allowed_tools": allowed_tools}])
             assert [tool.name for tool in response.output[0].tools] == names
 
 
@@ -294,8 +294,8 @@ async def test_tool_choice_selects_the_tools_and_refuses_unknown_names(tools: Se
             "/v1/responses", input="Hi", tool_choice={"type": "mcp", "server_label": "other"}
         )
         assert refusal_error["param"] == "tool_choice.server_label"
-        allowed = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
-        assert item_types(await create(server, tool_choice=allowed)) == ["mcp_list_tools", "message"]
+        tool_choice = {"mode": "auto", "type": "allowed_tools", "tools": [CALC]}
+        assert item_types(await create(server, tool_choice=tool_choice)) == ["mcp_list_tools", "message"]
 
 
 @pytest.mark.parametrize("names_tool", [False, True])
@@ -358,7 +358,7 @@ async def test_max_output_tokens_applies_to_all_turns(tools: ServedTools) -> Non
         assert len(tools.calls) == 2
 
 
-async def test_a_tool_output_above_the_maximum_length_ends_the_response(tools: ServedTools) -> None:
+async def test_a_tool_output_that_exceeds_the_maximum_length_ends_the_response(tools: ServedTools) -> None:
     async with run_server(tools, call_text("long"), "Done.") as server:
         server.services.tokenizer.max_length = 2048
         response = await create(server)
@@ -392,7 +392,7 @@ async def test_an_unreachable_tool_server_is_reported_in_the_output(stream: bool
             assert response.status == "completed"
 
 
-async def test_a_call_above_the_time_limit_fails(tools: ServedTools) -> None:
+async def test_a_call_that_exceeds_the_time_limit_fails(tools: ServedTools) -> None:
     async with run_server(tools, call_text("slow"), "Done.", mcp_timeout=0.4, stream_ping=0.1) as server:
         http_response = await server.post("/v1/responses", input="Hi", stream=True)
         assert ": ping" in http_response.text
@@ -439,10 +439,10 @@ REFUSED_TOOLS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_invalid_values_are_refused_with_the_name_of_the_field(tools: ServedTools) -> None:
+async def test_invalid_mcp_tools_are_refused_with_the_name_of_the_field(tools: ServedTools) -> None:
     async with run_server(tools, "Hi") as server, run_in_process() as other_server:
-        for entry, param in REFUSED_TOOLS:
-            body = {"input": "Hi", "tools": [{"type": "mcp", **entry}]}
+        for tool_fields, param in REFUSED_TOOLS:
+            body = {"input": "Hi", "tools": [{"type": "mcp", **tool_fields}]}
             assert (await server.expect_refusal("/v1/responses", **body))["param"] == param
             assert (await other_server.expect_refusal("/v1/responses", **body))["param"].startswith(
                 "tools[0]."

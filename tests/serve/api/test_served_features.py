@@ -77,12 +77,12 @@ async def test_requests_with_adapters_run_concurrently_and_keep_an_unloaded_adap
         # Concurrent requests return the texts that the requests return one after another.
         second_text = await complete_text(server, model="second")
         assert second_text not in (plain_text, first_text)
-        batch_responses = await asyncio.gather(
+        concurrent_texts = await asyncio.gather(
             complete_text(server),
             complete_text(server, model="first"),
             complete_text(server, model="second"),
         )
-        assert batch_responses == [plain_text, first_text, second_text]
+        assert concurrent_texts == [plain_text, first_text, second_text]
 
         # A running request keeps its adapter after the adapter is unloaded.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}

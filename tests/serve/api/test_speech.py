@@ -57,7 +57,7 @@ async def open_speech_server(folder: Path, **fields: Any) -> AsyncIterator[InPro
 
 @pytest.fixture(scope="module")
 def library_audio(folder: Path) -> Iterator[Any]:
-    """Return a function that returns the PCM bytes of `LLM.speak`."""
+    """Yield a function that returns the PCM bytes of `LLM.speak`."""
     config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 4 << 20})
     with LLM.from_config(config, catalog=fake_codec_catalog()) as llm:
 
@@ -124,7 +124,7 @@ async def test_audio_is_streamed_as_events(folder: Path, library_audio: Any) -> 
 async def test_each_decoded_chunk_is_sent_as_an_event(
     folder: Path, library_audio: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The codec decodes a chunk only after the client has received the event of the previous chunk."""
+    """The codec may decode a chunk only after the client has received the event of the previous chunk."""
     text = "One sentence is this one."
     audio, gate = library_audio(text), Gate()
     decode_chunks = FakeCodec.decode_chunks
@@ -176,7 +176,7 @@ async def test_voices_are_listed_with_their_types(folder: Path) -> None:
 async def test_invalid_fields_are_refused(
     folder: Path, body: dict[str, Any], param: str | None, message: str
 ) -> None:
-    async with _open_shared_server(folder) as server:
+    async with _open_server_with_shared_options(folder) as server:
         request_body = {"input": "a", "response_format": "wav", **body}
         response = await server.http.post(ROUTE, json=request_body)
         error = response.json()["error"]
@@ -188,8 +188,8 @@ _OPTIONS: dict[Path, Any] = {}
 
 
 @asynccontextmanager
-async def _open_shared_server(folder: Path) -> AsyncIterator[InProcessServer]:
-    """Yield a server for requests that are refused before generation. Create its options once per folder."""
+async def _open_server_with_shared_options(folder: Path) -> AsyncIterator[InProcessServer]:
+    """Yield a server for requests that are refused before they run. Create its options once per folder."""
     options = _OPTIONS.setdefault(folder, make_options(folder))
     async with run_in_process(**options) as server:
         yield server
@@ -206,7 +206,7 @@ async def test_a_missing_audio_library_is_reported(folder: Path, monkeypatch: py
 
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     audio_files._soundfile.cache_clear()
-    async with _open_shared_server(folder) as server:
+    async with _open_server_with_shared_options(folder) as server:
         response = await server.http.post(ROUTE, json={"input": "a"})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "response_format"
@@ -223,7 +223,7 @@ async def test_a_text_model_refuses_speech() -> None:
 
 
 async def test_a_speech_model_refuses_chats(folder: Path) -> None:
-    async with _open_shared_server(folder) as server:
+    async with _open_server_with_shared_options(folder) as server:
         error = await server.expect_refusal(
             "/v1/chat/completions", messages=[{"role": "user", "content": "a"}]
         )

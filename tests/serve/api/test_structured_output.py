@@ -259,9 +259,10 @@ async def test_a_worker_process_follows_grammars() -> None:
 
 
 async def check_with_other_fields(server: InProcessServer) -> None:
-    """Check that an output ends at the end of its grammar, also with other request fields.
+    """Check that an output ends at the end of its grammar, also with request fields that affect sampling.
 
-    With ignore_eos, or if a request allows no token of the grammar, the response is an error.
+    With ``ignore_eos``, or if ``allowed_token_ids`` contains no token that the grammar allows, the response
+    must be an error.
     """
     choice_format = {"structured_outputs": {"choice": ["yes", "no"]}}
     fields = {"messages": PARIS, "max_tokens": 50, **choice_format}
@@ -338,7 +339,7 @@ async def test_the_size_and_compile_time_of_grammars_are_limited(monkeypatch: py
 
 
 async def test_reasoning_precedes_formatted_output(tmp_path: Any) -> None:
-    """A template that opens a reasoning block enables reasoning."""
+    """The chat template opens a reasoning block, so the model must reason before its output."""
     template = tmp_path / "template.jinja"
     source = load_tokenizer(make_config()).chat_template_source
     assert source is not None

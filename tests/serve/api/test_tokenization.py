@@ -44,11 +44,11 @@ async def test_tokenize_returns_ids_and_count() -> None:
         ] > 50
 
 
-@pytest.mark.parametrize(("allowed", "num_special"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize(("is_allowed", "num_special"), [(False, 0), (True, 1)])
 async def test_special_tokens_in_user_messages_are_tokens_only_if_allowed(
-    allowed: bool, num_special: int
+    is_allowed: bool, num_special: int
 ) -> None:
-    tokenizer = FakeTokenizer(special_tokens_in_content=allowed)
+    tokenizer = FakeTokenizer(special_tokens_in_content=is_allowed)
     async with run_in_process(tokenizer=tokenizer) as server:
         tokens = (await server.post("/tokenize", messages=[user_message("a<|end|>b")])).json()["tokens"]
         assert tokens.count(256) == num_special

@@ -24,7 +24,7 @@ from penstock.serve.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["llama.cpp"])
 
-FIELDS: Mapping[str, str] = {
+CLIENT_FIELD_NAMES: Mapping[str, str] = {
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "structured_outputs.json": "json_schema",
@@ -76,7 +76,7 @@ class LlamaCppBuilder(OpenAIStream):
         yield msgspec.json.encode(self._final_object(output.content, output.token_ids, usage))
 
     def begin(self) -> bytes:
-        """Return nothing, because this API has no event before the first delta."""
+        """Return no events, because this API has none before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
@@ -92,8 +92,8 @@ class LlamaCppBuilder(OpenAIStream):
 
     def _final_object(self, text: str, token_ids: list[int], usage: Usage) -> dict[str, object]:
         choice, context = self._choice, self._completion.job.contexts[0]
-        stop = choice.stop_match
-        stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop is None else "word"
+        stop_string = choice.stop_match
+        stop_type = "limit" if choice.finish_reason == "length" else "eos" if stop_string is None else "word"
         return {
             "index": 0,
             "content": text,
@@ -106,7 +106,7 @@ class LlamaCppBuilder(OpenAIStream):
             "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
             "truncated": False,
             "stop_type": stop_type,
-            "stopping_word": stop or "",
+            "stopping_word": stop_string or "",
             "prompt": context.prompt if isinstance(context.prompt, str) else "",
             "generation_settings": {"seed": context.sampling_params.seed},
             "timings": self._timings(usage),
@@ -136,9 +136,9 @@ async def _answer(request: Request, body_type: type[LlamaCppBody]) -> Response:
 
     def prepare() -> tuple[LlamaCppBody, CompletionRequest]:
         body = checked_body(services, body_type, raw)
-        translation = Translation(_completion(services, body), (), (), FIELDS)
+        translation = Translation(_completion_fields(services, body), (), (), CLIENT_FIELD_NAMES)
         with translation.with_client_fields():
-            return body, CompletionRequest.of(services, translation.chat)
+            return body, CompletionRequest.of(services, translation.translated_body)
 
     body, completion = await run_in_pool(request, prepare)
     record_logged_fields(completion.body, record, completion.job.contexts[0])
@@ -147,7 +147,7 @@ async def _answer(request: Request, body_type: type[LlamaCppBody]) -> Response:
     return await answer_request(request, services, run, builder, stream=bool(body.stream))
 
 
-def _completion(services: Services, body: LlamaCppBody) -> dict[str, object]:
+def _completion_fields(services: Services, body: LlamaCppBody) -> dict[str, object]:
     """Return the fields of the completion request to which a request is translated.
 
     Raises:

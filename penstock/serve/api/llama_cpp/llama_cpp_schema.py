@@ -17,7 +17,9 @@ class LlamaCppBody(RequestBody):
     """The fields that both routes share."""
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {
-        "cache_prompt": RefusedField("the server setting enable_prefix_caching decides", (True, False)),
+        "cache_prompt": RefusedField(
+            "the setting enable_prefix_caching of the server applies", (True, False)
+        ),
         "dry_multiplier": RefusedField(_NO_SAMPLER, (0, 0.0)),
         "dynatemp_range": RefusedField(_NO_SAMPLER, (0, 0.0)),
         "id_slot": RefusedField("the scheduler chooses the slot", (-1,)),
@@ -33,7 +35,7 @@ class LlamaCppBody(RequestBody):
         "samplers": RefusedField("the order of the samplers is fixed"),
         "t_max_predict_ms": RefusedField("--request-timeout limits the time", (0,)),
         "tfs_z": RefusedField(_NO_SAMPLER, (1, 1.0)),
-        "timings_per_token": RefusedField("timings are at the end", (False,)),
+        "timings_per_token": RefusedField("timings are in the last event", (False,)),
         "top_n_sigma": RefusedField(_NO_SAMPLER, (-1, -1.0)),
         "typical_p": RefusedField(_NO_SAMPLER, (1, 1.0)),
         "xtc_probability": RefusedField(_NO_SAMPLER, (0, 0.0)),

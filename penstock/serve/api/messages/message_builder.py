@@ -14,7 +14,7 @@ from penstock.serve.http.problems import Problem, anthropic_error
 from penstock.serve.http.sse import named_event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
-SIGNATURE = "penstock"
+THINKING_SIGNATURE = "penstock"
 """The signature of every thinking block. Anthropic's API requires one. The server does not check it."""
 _PING_EVENT = named_event({"type": "ping"})
 
@@ -53,7 +53,7 @@ class MessageBuilder:
 
     def begin(self) -> bytes:
         """Return the event that begins the message."""
-        usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0} | _NO_CACHE
+        usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0} | _ZERO_CACHE_USAGE
         message = self._message(stop_reason=None, stop_sequence=None, usage=usage, content=[])
         return named_event({"type": "message_start", "message": message})
 
@@ -89,8 +89,8 @@ class MessageBuilder:
                 reason = "tool_use"
             case _:
                 reason = "end_turn" if self._choice.stop_match is None else "stop_sequence"
-        stop = self._choice.stop_match if reason == "stop_sequence" else None
-        return {"stop_reason": reason, "stop_sequence": stop}
+        stop_sequence = self._choice.stop_match if reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
     def _add(self, events: Sequence[Event]) -> list[dict[str, object]]:
         """Add output to the content blocks. Return the stream events for it."""
@@ -138,8 +138,8 @@ class MessageBuilder:
             case "text":
                 block["text"] = text
             case "thinking":
-                block |= {"thinking": text, "signature": SIGNATURE}
-                new_events.append(self._delta(type="signature_delta", signature=SIGNATURE))
+                block |= {"thinking": text, "signature": THINKING_SIGNATURE}
+                new_events.append(self._delta(type="signature_delta", signature=THINKING_SIGNATURE))
             case _:
                 block["input"] = _tool_input(text)
         return [*new_events, {"type": "content_block_stop", "index": len(self._blocks) - 1}]
@@ -148,7 +148,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
 
-_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+_ZERO_CACHE_USAGE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 def _usage(usage: Usage) -> dict[str, object]:

@@ -20,7 +20,7 @@ from penstock.serve.services import Services
 
 T = TypeVar("T")
 
-FIELDS: Mapping[str, str] = {
+CLIENT_FIELD_NAMES: Mapping[str, str] = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format.json_schema": "output_config.format.schema",
     "response_format": "output_config.format",
@@ -58,7 +58,7 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
     reasoning, ignored_settings = _reasoning_settings(services, body)
     chat: dict[str, object] = {
         "model": body.model,
-        "messages": messages.chat,
+        "messages": messages.chat_messages,
         **_tool_choice_fields(body),
         **reasoning,
     }
@@ -68,23 +68,25 @@ def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation
     if output_format is not None:
         schema = {"name": "output", "schema": output_format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    last = messages.chat[-1]
+    last = messages.chat_messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):  # the output continues the last message
         chat["continue_final_message"] = True
     if isinstance(body, MessagesBody):
         chat |= _sampling_fields(body, chat)
-    return Translation(chat, messages.field_paths, tool_paths, FIELDS), warnings + ignored_settings
+    return Translation(
+        chat, messages.field_paths, tool_paths, CLIENT_FIELD_NAMES
+    ), warnings + ignored_settings
 
 
 class _ChatMessages:
     """The messages of a chat request, and the field of the Messages request that each message comes from."""
 
     def __init__(self) -> None:
-        self.chat: list[dict[str, object]] = []
+        self.chat_messages: list[dict[str, object]] = []
         self.field_paths: list[str] = []
 
     def add(self, message: dict[str, object], field_path: str) -> None:
-        self.chat.append(message)
+        self.chat_messages.append(message)
         self.field_paths.append(field_path)
 
     def add_blocks(self, role: str, blocks: Sequence[MessageBlock], field_path: str) -> None:

@@ -94,7 +94,7 @@ class MessageTool(RequestBody):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether fields that are not declared are accepted."""
+        """Whether undeclared fields are allowed. True for hosted tools, which have other fields."""
         return self.is_hosted
 
 

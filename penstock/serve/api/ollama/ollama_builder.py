@@ -61,7 +61,7 @@ class OllamaBuilder:
         yield msgspec.json.encode(self._response_object(message, done=True, **self._final_members(usage)))
 
     def begin(self) -> bytes:
-        """Return nothing, because Ollama's API has no lines before the first delta."""
+        """Return no lines, because Ollama's API has none before the first delta."""
         return b""
 
     def events(self, index: int, delta: ChoiceDelta, usage: Usage | None = None) -> Iterable[bytes]:
@@ -69,13 +69,13 @@ class OllamaBuilder:
         return [self._line(part) for part in self._message_parts(delta.events)]
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last lines."""
+        """Return the lines after the last delta."""
         lines = [self._line(part) for part in self._end_call()]
         last = self._response_object({"content": ""}, done=True, **self._final_members(usage))
         return b"".join([*lines, msgspec.json.encode(last) + b"\n"])
 
     def ping(self) -> bytes:
-        """Return nothing, because JSON lines have no comments that could be sent during a pause."""
+        """Return no bytes, because JSON lines have no comments that could be sent during a pause."""
         return b""
 
     def error(self, problem: Problem) -> bytes:
@@ -110,7 +110,7 @@ class OllamaBuilder:
         return parts
 
     def _end_call(self) -> list[_Message]:
-        """Close the open tool call. Return it as a list of one message part, or an empty list without one."""
+        """Close the open tool call and return it as one message part; an empty list if no call is open."""
         if self._open_call is None:
             return []
         (start, argument_parts), self._open_call = self._open_call, None

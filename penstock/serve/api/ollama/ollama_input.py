@@ -16,7 +16,7 @@ from penstock.serve.api.translation import Translation
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
-FIELDS: Mapping[str, str] = {
+CLIENT_FIELD_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "options.num_predict",
     "max_tokens": "options.num_predict",
     "response_format": "format",
@@ -59,7 +59,9 @@ def translate_chat(services: Services, body: OllamaChatBody) -> Translation:
         chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     field_paths = [f"messages[{index}]" for index in range(len(messages))]
     tool_paths = [f"tools[{index}]" for index in range(len(body.tools or ()))]
-    return Translation(chat, field_paths, tool_paths, {**FIELDS, "tools.parameters": "function.parameters"})
+    return Translation(
+        chat, field_paths, tool_paths, {**CLIENT_FIELD_NAMES, "tools.parameters": "function.parameters"}
+    )
 
 
 def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> Translation:
@@ -74,20 +76,22 @@ def translate_generate_to_chat(services: Services, body: OllamaGenerateBody) -> 
     field_paths = ["system"] * len(messages)
     messages.append({"role": "user", "content": _with_images(body.prompt or "", body.images)})
     chat = {**_shared_fields(services, body), **_reasoning_fields(services, body), "messages": messages}
-    return Translation(chat, [*field_paths, "prompt"], (), FIELDS)
+    return Translation(chat, [*field_paths, "prompt"], (), CLIENT_FIELD_NAMES)
 
 
 def translate_generate_to_completion(services: Services, body: OllamaGenerateBody) -> Translation:
     """Translate a request to ``/api/generate`` to a completion request. The chat template is not applied.
 
     Raises:
-        RequestProblem: 400; a field requires the chat template; see also `translate_chat`.
+        RequestProblem: 400; a field requires the chat template, or ``options.num_ctx`` is too large.
     """
     for name in ("system", "images", "think"):
         if getattr(body, name):
             raise RequestProblem(400, f"{name} requires the chat template: omit raw and suffix", param=name)
     fields = _shared_fields(services, body)
-    return Translation({**fields, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), FIELDS)
+    return Translation(
+        {**fields, "prompt": body.prompt or "", "suffix": body.suffix or None}, (), (), CLIENT_FIELD_NAMES
+    )
 
 
 def _shared_fields(services: Services, body: OllamaBody) -> dict[str, object]:

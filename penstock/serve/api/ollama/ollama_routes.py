@@ -90,7 +90,7 @@ async def ollama_generate(request: Request) -> Response:
         if body.raw or body.suffix:
             translation = translate_generate_to_completion(services, body)
             with translation.with_client_fields():
-                return body, CompletionRequest.of(services, translation.chat)
+                return body, CompletionRequest.of(services, translation.translated_body)
         return body, translate_generate_to_chat(services, body).conversation(services, _new_id())
 
     body, prepared_request = await run_in_pool(request, prepare)

@@ -142,7 +142,7 @@ class OllamaEmbedBody(RequestBody):
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "keep_alive": RefusedField("the model stays loaded", accepts_all=True),
-        "options": RefusedField("they do not concern embeddings", accepts_all=True),
+        "options": RefusedField("options affect text generation only", accepts_all=True),
     }
 
     model: str

@@ -51,7 +51,7 @@ class BackgroundRun:
         services: the objects that routes use.
         state: stores the response.
         owner: the owner of the response, as `request_owner` returns it.
-        prepared_response: the request.
+        prepared_response: the prepared request.
         pool: runs the preparation of later turns.
         record: a request record for the task, for metrics and the access log.
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.serve.api.parameters import UnknownFields
+from penstock.serve.api.parameters import UndeclaredFieldChecker
 from penstock.serve.api.schemas import RequestBody
 from penstock.serve.api.unsupported import RefusedField
 from penstock.serve.api.validation import validated
@@ -19,7 +19,7 @@ from penstock.serve.mcp.tool_server import ServerTools, ToolServers
 from penstock.serve.mcp.tool_session import ServerTool, ToolServer
 from penstock.serve.services import Services
 
-MCP = "mcp"
+MCP_TOOL_TYPE = "mcp"
 """The value of ``type`` for an entry of ``tools`` that stands for the tools of a tool server."""
 _INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_.-]")
 _MAX_NAME_LENGTH = 64
@@ -59,14 +59,14 @@ class McpTool(RequestBody):
         "connector_id": RefusedField("the server has no connectors: send server_label"),
         "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
         "headers": RefusedField("the server sends the token of --mcp-token", ({},)),
-        "server_description": RefusedField("chat templates describe tools only", accepts_all=True),
+        "server_description": RefusedField("chat templates do not read it", accepts_all=True),
         "tunnel_id": RefusedField("the server has no tunnels: send server_label"),
     }
 
     type: Literal["mcp"]
     server_label: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     server_url: str | None = None
-    """The URL of a configured server. If present, it selects the server instead of ``server_label``."""
+    """The URL of a configured server. If present, this URL and not ``server_label`` selects the server."""
     allowed_tools: list[str] | ToolFilter | None = None
     require_approval: Literal["always", "never"] | ApprovalFilter | None = None
 
@@ -80,8 +80,8 @@ class McpTool(RequestBody):
     def needs_approval(self, tool: ServerTool, default_approval: str) -> bool:
         """Return whether calls of a tool require approval.
 
-        `default_approval` decides in two cases: ``require_approval`` is absent, or it has no filter ``never``
-        and no filter ``always`` that matches the tool.
+        The result is `default_approval` if ``require_approval`` is absent, or if it has neither a filter
+        ``never`` nor a matching filter ``always``.
         """
         rule = self.require_approval
         if not isinstance(rule, ApprovalFilter):
@@ -114,7 +114,7 @@ class OfferedTool:
 
 @dataclass(frozen=True)
 class ToolListing:
-    """The item ``mcp_list_tools`` of a response. It has the tools of a server, or an error."""
+    """The content of an ``mcp_list_tools`` item: the tools of a server, or an error."""
 
     label: str
     tools: Sequence[Mapping[str, object]] = ()
@@ -178,7 +178,9 @@ async def find_offered_tools(services: Services, raw: object) -> OfferedTools:
     tools = (
         [tool if isinstance(tool, dict) else {} for tool in raw_tools] if isinstance(raw_tools, list) else []
     )
-    raw_mcp_tools = [(f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP]
+    raw_mcp_tools = [
+        (f"tools[{index}]", tool) for index, tool in enumerate(tools) if tool.get("type") == MCP_TOOL_TYPE
+    ]
     if (not raw_mcp_tools and not services.config.mcp_server) or not isinstance(raw, dict):
         return OfferedTools()
     servers = tool_servers(services)
@@ -236,7 +238,9 @@ def _validated_mcp_tool(services: Services, raw: Mapping[str, object], field_pat
         param = f"{field_path}.{problem.param}" if problem.param else field_path
         message = problem.message.replace(problem.param, param, 1) if problem.param else problem.message
         raise RequestProblem(400, message, param=param, code=problem.code) from None
-    UnknownFields(services.config.unknown_fields == "error", services.log).check(mcp_tool, field_path)
+    UndeclaredFieldChecker(services.config.unknown_fields == "error", services.log).check(
+        mcp_tool, field_path
+    )
     return mcp_tool
 
 
@@ -268,14 +272,14 @@ def _check_allowed(mcp_tool: McpTool, tool_list: ServerTools, field_path: str) -
     Raises:
         RequestProblem: 400; the server does not have one of the tools.
     """
-    allowed = mcp_tool.allowed_tools
+    allowed_tools = mcp_tool.allowed_tools
     path = f"{field_path}.allowed_tools"
-    if isinstance(allowed, ToolFilter):
-        allowed, path = allowed.tool_names, f"{path}.tool_names"
+    if isinstance(allowed_tools, ToolFilter):
+        allowed_tools, path = allowed_tools.tool_names, f"{path}.tool_names"
     if tool_list.error is not None:
         return
     tool_names = [tool.name for tool in tool_list.tools]
-    for name in allowed or ():
+    for name in allowed_tools or ():
         if name not in tool_names:
             raise RequestProblem(
                 400,

@@ -9,11 +9,11 @@ import msgspec
 
 from penstock.serve.api.choice_decoder import ChoiceDelta, Score
 from penstock.serve.api.responses.mcp_events import ToolDelta
-from penstock.serve.api.responses.offered_tools import MCP
+from penstock.serve.api.responses.offered_tools import MCP_TOOL_TYPE
 from penstock.serve.api.responses.response_output import OutputItems
 from penstock.serve.api.responses.response_request import PreparedResponse
 from penstock.serve.api.responses.response_run import ResponseRun
-from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING
+from penstock.serve.api.responses.response_schema import INCLUDE_ENCRYPTED_REASONING
 from penstock.serve.api.responses.tool_input import custom_tool_names
 from penstock.serve.api.token_scores import ChatScores
 from penstock.serve.api.usage import Usage
@@ -35,7 +35,7 @@ class ResponseBuilder:
 
     Args:
         services: the objects that routes use.
-        prepared_response: the request.
+        prepared_response: the prepared request.
         run: the run that generates the response.
     """
 
@@ -47,7 +47,7 @@ class ResponseBuilder:
         self._output = OutputItems(
             custom_tool_names(body),
             prepared_response.offered_tools,
-            encodes_reasoning=body.includes(ENCRYPTED_REASONING),
+            encodes_reasoning=body.includes(INCLUDE_ENCRYPTED_REASONING),
         )
         self._scores = None
         if conversation.body.logprobs:
@@ -140,7 +140,7 @@ class ResponseBuilder:
 
 
 def _response_members(prepared_response: PreparedResponse) -> dict[str, object]:
-    """Return the members that do not change during generation. Absent request fields get their defaults."""
+    """Return the members of the response object with values that do not change until the response ends."""
     body, conversation = prepared_response.body, prepared_response.conversation
     params = conversation.context.sampling_params
     reasoning, text = body.reasoning, body.text
@@ -177,9 +177,12 @@ def _response_members(prepared_response: PreparedResponse) -> dict[str, object]:
             tool.model_dump(by_alias=True, exclude_none=True)
             | ({"strict": bool(tool.strict)} if tool.type == "function" else {})
             for tool in body.tools or ()
-            if not tool.is_hosted or tool.type == MCP
+            if not tool.is_server_side or tool.type == MCP_TOOL_TYPE
         ]
-        + [{"type": MCP, "server_label": name} for name in prepared_response.offered_tools.implied_servers],
+        + [
+            {"type": MCP_TOOL_TYPE, "server_label": name}
+            for name in prepared_response.offered_tools.implied_servers
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",

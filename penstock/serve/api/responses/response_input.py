@@ -10,7 +10,7 @@ from typing import Required, TypedDict
 
 from penstock.serve.api.responses.offered_tools import OfferedTools
 from penstock.serve.api.responses.response_schema import (
-    LOGPROBS,
+    INCLUDE_LOGPROBS,
     SAME_NAMES,
     InputItem,
     InputPart,
@@ -27,7 +27,7 @@ from penstock.serve.http.problems import RequestProblem
 from penstock.serve.mcp.tool_session import ToolOutput
 from penstock.serve.services import Services
 
-FIELDS: Mapping[str, str] = {
+CLIENT_FIELD_NAMES: Mapping[str, str] = {
     "messages": "input",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format.schema",
@@ -58,7 +58,7 @@ def chat_request(
         body: the request.
         history: the input items and output items of the previous response.
         offered_tools: the tools of tool servers.
-        hosted_tools: ``skip`` leaves out hosted tools, ``refuse`` refuses them.
+        hosted_tools: ``skip`` leaves out hosted tools, ``refuse`` refuses a request with hosted tools.
 
     Raises:
         RequestProblem: 400; the message names the invalid field.
@@ -74,24 +74,28 @@ def chat_request(
     else:
         for index, item in enumerate(body.input):
             messages.add_item(item, f"input[{index}]")
-    if not messages.chat:
+    if not messages.chat_messages:
         raise RequestProblem(400, "input is an empty list", param="input")
     messages.merge_instructions(services.tokenizer.template_mentions("developer"))
     chat = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
-    chat |= {"messages": messages.chat, **_response_format(body), **chat_tool_choice(body, offered_tools)}
+    chat |= {
+        "messages": messages.chat_messages,
+        **_response_format(body),
+        **chat_tool_choice(body, offered_tools),
+    }
     if tools:
         chat["tools"] = tools
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat["reasoning_effort"] = body.reasoning.effort
-    if body.includes(LOGPROBS):
+    if body.includes(INCLUDE_LOGPROBS):
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    return Translation(chat, messages.field_paths, tool_paths, FIELDS)
+    return Translation(chat, messages.field_paths, tool_paths, CLIENT_FIELD_NAMES)
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return the ``encrypted_content`` of a reasoning item: base64 of the text, without encryption."""
+    """Return the ``encrypted_content`` of a reasoning item: base64 of a prefix and the plain text."""
     return base64.urlsafe_b64encode(_REASONING_PREFIX + text.encode()).decode()
 
 
@@ -115,13 +119,13 @@ class ChatMessages:
     def __init__(self, offered_tools: OfferedTools) -> None:
         self._offered_tools = offered_tools
         self._approval_requests: dict[str | None, InputItem] = {}
-        self.chat: list[AssembledMessage] = []
+        self.chat_messages: list[AssembledMessage] = []
         self.field_paths: list[str] = []
         """The request field of the first item of each message, such as ``input[2]``."""
 
     def add(self, message: AssembledMessage, field_path: str) -> None:
         """Add a message."""
-        self.chat.append(message)
+        self.chat_messages.append(message)
         self.field_paths.append(field_path)
 
     def add_item(self, item: InputItem, field_path: str) -> None:
@@ -185,12 +189,14 @@ class ChatMessages:
         If the chat template has no role ``developer``, developer messages count as system messages.
         """
         roles = ("system",) if has_developer_role else ("system", "developer")
-        while len(self.chat) > 1 and all(message["role"] in roles for message in self.chat[:2]):
-            first, second = (_content_parts(message["content"]) for message in self.chat[:2])
+        while len(self.chat_messages) > 1 and all(
+            message["role"] in roles for message in self.chat_messages[:2]
+        ):
+            first, second = (_content_parts(message["content"]) for message in self.chat_messages[:2])
             all_parts: list[dict[str, object]] = [*first, {"type": "text", "text": "\n\n"}, *second]
             texts = [str(part["text"]) for part in all_parts if part["type"] == "text"]
             is_text = len(texts) == len(all_parts)
-            self.chat[:2] = [{"role": "system", "content": "".join(texts) if is_text else all_parts}]
+            self.chat_messages[:2] = [{"role": "system", "content": "".join(texts) if is_text else all_parts}]
             del self.field_paths[1]
 
     def _add_message(self, item: InputItem, field_path: str) -> None:
@@ -217,7 +223,7 @@ class ChatMessages:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def _add_mcp_call(self, item: InputItem, output: str, field_path: str) -> None:
-        """Add the two messages for a call to a tool server and its output."""
+        """Add a call to a tool server to the conversation, and a message with its output."""
         name = self._offered_tools.function_name(
             _required_text(item, "server_label", field_path), _required_text(item, "name", field_path)
         )
@@ -252,9 +258,9 @@ class ChatMessages:
 
     def _last_assistant_message(self, field_path: str) -> AssembledMessage:
         """Return the last message if its role is ``assistant``. Otherwise add and return a new one."""
-        if not self.chat or self.chat[-1]["role"] != "assistant":
+        if not self.chat_messages or self.chat_messages[-1]["role"] != "assistant":
             self.add({"role": "assistant", "content": ""}, field_path)
-        return self.chat[-1]
+        return self.chat_messages[-1]
 
 
 def _reasoning_text(item: InputItem, field_path: str) -> str:
@@ -309,7 +315,7 @@ def _content_part(part: InputPart, field_path: str) -> dict[str, object]:
             return {"type": "image_url", "image_url": {"url": part.image_url, **detail}}
     raise RequestProblem(
         400,
-        f"{field_path} has the type {part.type!r}, which is not supported: send input_text",
+        f"{field_path} has the type {part.type!r}, which is not supported: send input_text or input_image",
         param=f"{field_path}.type",
         code="unsupported_value",
     )

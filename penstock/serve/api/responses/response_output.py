@@ -52,7 +52,7 @@ class OutputItems:
         Args:
             events: the events of the output parser.
             logprobs: the log probabilities of the text in `events`, one entry per token. All of them are
-                added to the first `Content` event, and dropped if there is none.
+                added to the first `Content` event. They are dropped if `events` has no `Content` event.
         """
         new_events: list[dict[str, object]] = []
         for event in events:

@@ -11,7 +11,7 @@ from penstock.serve.api.responses.mcp_events import ApprovedCall
 from penstock.serve.api.responses.offered_tools import OfferedTools, ToolListing
 from penstock.serve.api.responses.response_input import chat_request
 from penstock.serve.api.responses.response_output import new_id
-from penstock.serve.api.responses.response_schema import LOGPROBS, InputItem, ResponsesBody
+from penstock.serve.api.responses.response_schema import INCLUDE_LOGPROBS, InputItem, ResponsesBody
 from penstock.serve.api.responses.response_store import StoredResponse
 from penstock.serve.api.responses.tool_input import hosted_tool_types
 from penstock.serve.api.text_generation import checked_body
@@ -51,7 +51,7 @@ class PreparedResponse:
         Args:
             services: the objects that routes use.
             raw: the decoded request body.
-            previous_response: the response that this request continues; None if it continues none.
+            previous_response: the response that this request continues, or None.
             offered_tools: the tools of tool servers.
 
         Raises:
@@ -102,7 +102,10 @@ class PreparedResponse:
         Raises:
             RequestProblem: 400; the prompt is too long.
         """
-        chat = {**self.translation.chat, "messages": [*raw_messages(self.translation.chat), *messages]}
+        chat = {
+            **self.translation.translated_body,
+            "messages": [*raw_messages(self.translation.translated_body), *messages],
+        }
         field_paths = [*self.translation.message_paths, *["the output of tool servers"] * len(messages)]
         choice = chat.get("tool_choice")
         if not has_tools:
@@ -113,7 +116,7 @@ class PreparedResponse:
             chat["tool_choice"] = {**choice, "allowed_tools": {**choice["allowed_tools"], "mode": "auto"}}
         if max_tokens is not None:
             chat["max_completion_tokens"] = max_tokens
-        translation = replace(self.translation, chat=chat, message_paths=field_paths)
+        translation = replace(self.translation, translated_body=chat, message_paths=field_paths)
         return _conversation(services, self.body, translation, request_id)
 
 
@@ -122,8 +125,10 @@ def _check_combinations(body: ResponsesBody) -> None:
         raise RequestProblem(400, "stream_options requires stream to be true", param="stream_options")
     if body.background and not body.is_stored:
         raise RequestProblem(400, "background requires store to be true", param="background")
-    if body.top_logprobs and not body.includes(LOGPROBS):
-        raise RequestProblem(400, f"top_logprobs requires {LOGPROBS!r} in include", param="top_logprobs")
+    if body.top_logprobs and not body.includes(INCLUDE_LOGPROBS):
+        raise RequestProblem(
+            400, f"top_logprobs requires {INCLUDE_LOGPROBS!r} in include", param="top_logprobs"
+        )
 
 
 def _without_unsupported_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
@@ -196,15 +201,15 @@ def _truncated_conversation(
 ) -> Conversation:
     """Return the conversation without its oldest turns, so that prompt and output fit the maximum length.
 
-    Reserves ``max_output_tokens`` for the output, by default a quarter, at most half of the maximum length.
-    Removes as few turns as possible. Keeps the instructions at the beginning. Also keeps the last turn, even
-    if fewer tokens than the reserved number remain for the output. If turns are removed, the first remaining
-    turn begins with a user message.
+    Reserves ``max_output_tokens`` tokens for the output, but at most half of the maximum length; without this
+    field, a quarter of the maximum length. Removes as few turns as possible. Keeps the instructions at the
+    beginning. Also keeps the last turn, even if fewer tokens than the reserved number remain for the output.
+    If turns are removed, the first remaining turn begins with a user message.
 
     Raises:
         RequestProblem: 400; the last turn alone is too long, or the request is invalid.
     """
-    messages = raw_messages(translation.chat)
+    messages = raw_messages(translation.translated_body)
     num_instructions = next(
         (index for index, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0
     )
@@ -218,11 +223,11 @@ def _truncated_conversation(
 
     def conversation_from(start: int) -> Conversation | None:
         indices = [*range(num_instructions), *range(start, len(messages))]
-        chat = {**translation.chat, "messages": [messages[index] for index in indices]}
+        chat = {**translation.translated_body, "messages": [messages[index] for index in indices]}
         field_paths = [translation.message_paths[index] for index in indices]
         is_last = start == (turn_starts[-1] if turn_starts else num_instructions)
         try:
-            conversation = replace(translation, chat=chat, message_paths=field_paths).conversation(
+            conversation = replace(translation, translated_body=chat, message_paths=field_paths).conversation(
                 services, request_id
             )
         except RequestProblem as problem:

@@ -113,7 +113,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     "/v1/responses/{response_id}/cancel", response_class=Response, responses=responses(400, 401, 404, 503)
 )
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Cancel a background response. Does nothing if the response has ended."""
+    """Cancel a background response and return it. A response that has ended does not change."""
     state, owner = open_state(Services.of(request)), request_owner(request)
     run = _background_run(state, owner, response_id)
     if run is not None:

@@ -1,6 +1,6 @@
 """Runs the turns of one response.
 
-In each turn, the model generates output, then calls to tool servers run.
+In each turn, the model generates output, and then the calls to tool servers in this output run.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class _TurnOutput:
 class ResponseRun:
     """Runs the turns of one response.
 
-    Another turn follows a turn that has calls, all to tool servers and none requiring approval. No further
-    turn follows if a token limit is reached or the run is cancelled.
+    A further turn starts if the last turn has tool calls, all of them are to tool servers, and none requires
+    approval. No further turn starts if a token limit is reached or the run is cancelled.
 
     Args:
         services: the objects that routes use.
         record: the record of the request.
-        prepared_response: the request.
+        prepared_response: the prepared request.
         pool: runs the preparation of later turns.
 
     Raises:
@@ -127,7 +127,7 @@ class ResponseRun:
         self._tasks: dict[asyncio.Task[ToolOutput], str] = {}
         """The task of each running call -> the id of the call."""
         self._is_cancelled = False
-        # With approved calls, the first turn starts later, because its prompt contains the calls' outputs.
+        # With approved calls, the first turn starts after them, because its prompt contains their outputs.
         if not prepared_response.approved_calls:
             self._start_turn(prepared_response.conversation)
 
@@ -137,7 +137,8 @@ class ResponseRun:
         Does nothing if the client has approved calls, because the calls run before the first turn starts.
 
         Raises:
-            PenstockError: the scheduler refuses the request.
+            PenstockError: the scheduler refuses the request, or its grammar cannot be compiled.
+            RequestProblem: 503; the time limit of the request was exceeded.
         """
         for run in self._runs:
             await run.admitted()
@@ -145,8 +146,8 @@ class ResponseRun:
     async def whole_output(self) -> list[ChoiceDelta]:
         """Wait for the end of the response.
 
-        Return the deltas: one for all tool lists, one for all approved calls, and one for each turn and each
-        outcome.
+        Return the deltas: one for all tool lists, one for all approved calls, one for each turn, and one for
+        each outcome of a tool call.
         """
         async with aclosing(self._turns(as_one_delta=True)) as items:
             return [item[1] async for item in items if item is not None]
@@ -308,10 +309,10 @@ class ResponseRun:
     async def _start_next_turn(self) -> bool:
         """Start the next turn. Return False if a token limit is reached or the response was cancelled."""
         body, config = self._prepared_response.body, self._services.config
-        tokens_left = None
+        num_remaining_tokens = None
         if body.max_output_tokens is not None:
-            tokens_left = body.max_output_tokens - self.usage()["completion_tokens"]
-            if tokens_left <= 0:
+            num_remaining_tokens = body.max_output_tokens - self.usage()["completion_tokens"]
+            if num_remaining_tokens <= 0:
                 self.finish_reason = "length"
                 return False
         has_calls_left = body.max_tool_calls is None or self._num_calls < body.max_tool_calls
@@ -324,7 +325,7 @@ class ResponseRun:
         try:
             conversation = await self._pool(
                 lambda: self._prepared_response.next_turn(
-                    self._services, messages, request_id, has_tools=has_tools, max_tokens=tokens_left
+                    self._services, messages, request_id, has_tools=has_tools, max_tokens=num_remaining_tokens
                 )
             )
         except RequestProblem as problem:

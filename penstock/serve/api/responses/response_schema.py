@@ -32,8 +32,8 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
 class InputPart(RequestBody):
@@ -115,14 +115,14 @@ class ResponseTool(RequestBody):
     """The format of a custom tool's input."""
 
     @property
-    def is_hosted(self) -> bool:
+    def is_server_side(self) -> bool:
         """Whether the tool is a hosted tool or a tool server. The client does not run such tools."""
         return self.type not in ("function", "custom")
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are accepted."""
-        return self.is_hosted
+        """Whether undeclared fields are allowed. True for hosted tools and tool servers."""
+        return self.is_server_side
 
 
 class ToolSelection(RequestBody):
@@ -131,13 +131,13 @@ class ToolSelection(RequestBody):
     type: str
     name: str | None = None
     server_label: str | None = None
-    """The tool server of the type ``mcp``. Without `name`, the model may call any tool of this server."""
+    """The tool server, for the type ``mcp``. Without `name`, the model must call a tool of this server."""
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, object]] | None = None
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether undeclared fields are accepted. `chat_tool_choice` refuses hosted tools later."""
+        """Whether undeclared fields are allowed. True for hosted tools, which `chat_tool_choice` refuses."""
         return self.type not in ("function", "custom", "mcp", "allowed_tools")
 
 
@@ -188,7 +188,7 @@ class ResponsesBody(RequestBody):
         "prompt": RefusedField("the server stores no prompts: send instructions and input"),
         "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": RefusedField(
-            "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
+            "prefixes stay cached until their blocks are needed", ("in_memory", "in-memory", "24h")
         ),
         "service_tier": RefusedField("there is only one service tier", ("auto", "default")),
     }
@@ -215,7 +215,7 @@ class ResponsesBody(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # The next fields are only logged and returned in the response.
+    # The next four fields are logged and returned in the response. `user` also names the request's session.
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA_ENTRIES)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -51,11 +51,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses in an SQLite database. Deletes the oldest responses above a maximum total size.
+    """Stores responses in an SQLite database. Deletes the oldest ones if their total size exceeds a maximum.
 
-    The newest response is kept even if it exceeds this size. All database calls after the
-    constructor run in one thread. `get`, `delete` and `item` use only responses of the given owner.
-    The maximum size applies to all owners together.
+    The newest response is kept even if it exceeds the maximum alone. The maximum applies to all owners
+    together. `get`, `delete` and `item` use only responses of the given owner. All database calls after the
+    constructor run in one thread.
 
     Args:
         path: the file of the database; None keeps the responses in memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.serve.api.responses.offered_tools import MCP, OfferedTools
+from penstock.serve.api.responses.offered_tools import MCP_TOOL_TYPE, OfferedTools
 from penstock.serve.api.responses.response_schema import ResponsesBody, ResponseTool, ToolSelection
 from penstock.serve.http.problems import RequestProblem
 
@@ -18,7 +18,7 @@ def chat_tools(
     Args:
         body: the request.
         offered_tools: the tools of tool servers.
-        hosted_tools: ``skip`` leaves out hosted tools, ``refuse`` refuses them.
+        hosted_tools: ``skip`` leaves out hosted tools, ``refuse`` refuses a request with hosted tools.
 
     Raises:
         RequestProblem: 400; the message names the tool.
@@ -27,9 +27,9 @@ def chat_tools(
     field_paths: list[str] = []
     for index, tool in enumerate(body.tools or ()):
         field_path = f"tools[{index}]"
-        if tool.type == MCP:
+        if tool.type == MCP_TOOL_TYPE:
             continue
-        if tool.is_hosted:
+        if tool.is_server_side:
             if hosted_tools == "refuse":
                 raise RequestProblem(
                     400,
@@ -71,7 +71,9 @@ def _function(tool: ResponseTool) -> dict[str, object]:
 
 def hosted_tool_types(body: ResponsesBody) -> list[str]:
     """Return the types of the hosted tools of a request."""
-    return sorted({tool.type for tool in body.tools or () if tool.is_hosted and tool.type != MCP})
+    return sorted(
+        {tool.type for tool in body.tools or () if tool.is_server_side and tool.type != MCP_TOOL_TYPE}
+    )
 
 
 def custom_tool_names(body: ResponsesBody) -> frozenset[str]:
@@ -118,7 +120,7 @@ def _server_function_names(
         offered_tools: the tools of tool servers.
         label: the label of the server in the request.
         tool_name: the name of a tool; None for all tools of the server.
-        field_path: the request field that errors name.
+        field_path: the request field of the tool or tool choice, for error messages.
 
     Raises:
         RequestProblem: 400; `label` is not a string, or the request offers no such tool.
@@ -129,13 +131,11 @@ def _server_function_names(
     if tool_name is not None:
         names = [name for name in names if offered_tools.functions[name].tool.name == tool_name]
     if not names:
-        requested_tool = (
-            repr(label[:100])
-            if tool_name is None
-            else f"the tool {str(tool_name)[:100]!r} of {label[:100]!r}"
-        )
+        requested_tool = "tool" if tool_name is None else f"tool {str(tool_name)[:100]!r}"
         param = f"{field_path}.{'server_label' if tool_name is None else 'name'}"
-        raise RequestProblem(400, f"{param}: the request offers no tool of {requested_tool}", param=param)
+        raise RequestProblem(
+            400, f"{param}: the request offers no {requested_tool} of the server {label[:100]!r}", param=param
+        )
     return names
 
 
@@ -151,7 +151,7 @@ def _allowed_tools(choice: ToolSelection, offered_tools: OfferedTools) -> dict[s
     allowed_tools = []
     for index, tool in enumerate(choice.tools):
         field_path = f"tool_choice.tools[{index}]"
-        if tool.get("type") == MCP:
+        if tool.get("type") == MCP_TOOL_TYPE:
             label, name = tool.get("server_label"), tool.get("name")
             allowed_tools += [
                 _function_choice(function)
