@@ -36,7 +36,7 @@ class Load:
 
 @dataclass
 class Measurement:
-    """The outcomes of a complete or interrupted run."""
+    """The outcomes of a complete or interrupted run. Times are in seconds of ``time.perf_counter``."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     """One outcome for each request that was sent or was due."""
@@ -133,14 +133,10 @@ class _Run:
         """Send all requests, each when it is due."""
         assert self._load.rate is not None
         slots = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
-
-        async def send_when_due(index: int, body: Mapping[str, object], due: float) -> None:
-            await self._send(index, body, due, slots)
-
         for index, (body, delay) in enumerate(zip(bodies, self._arrivals(), strict=False)):
             due = self.measurement.started + delay
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            self._tasks.add(asyncio.ensure_future(send_when_due(index, body, due)))
+            self._tasks.add(asyncio.ensure_future(self._send(index, body, due, slots)))
         await asyncio.gather(*self._tasks)
 
     async def cancel_requests(self) -> None:
