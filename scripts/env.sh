@@ -21,7 +21,8 @@ find_python() {
   return 1
 }
 
-# Prints a checksum of all files that the installation depends on. If it changes, Penstock is installed again.
+# Prints a checksum of the source folder and of all files that the installation depends on. If the checksum changes,
+# Penstock is installed again.
 fingerprint() {
   {
     pwd
@@ -38,8 +39,8 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   share_torch "$python" .venv
 fi
 
-now=$(fingerprint)
-if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
+checksum=$(fingerprint)
+if [ "$(cat .venv/installed 2>/dev/null || true)" != "$checksum" ]; then
   say "installing into .venv (the first time takes one or two minutes, because PyTorch is large)"
   library=penstock/kernels/cpu/libpenstock_cpu.so
   rm -f "$library" # a failed build must not leave the library of an earlier build
@@ -52,5 +53,5 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
   if [ -e penstock/kernels/cpu/CMakeLists.txt ] && [ ! -e "$library" ]; then
     say "warning: the C++ kernels were not built, and the reference kernels are slow. .venv/install.log has the reason. 'rm .venv/installed' makes the next run build them again"
   fi
-  printf '%s\n' "$now" >.venv/installed
+  printf '%s\n' "$checksum" >.venv/installed
 fi

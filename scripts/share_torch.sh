@@ -3,11 +3,11 @@
 # share_torch PYTHON VENV: if PYTHON has torch, makes its packages importable in the environment VENV. The
 # torch build that is installed on this machine is then used and not downloaded again.
 share_torch() {
-  local place
-  if place=$("$1" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then
+  local folder
+  if folder=$("$1" -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null); then
     # A .pth file instead of --system-site-packages, because PYTHON may itself be a virtual environment.
-    "$2/bin/python" -c 'import sys, sysconfig; open(sysconfig.get_path("purelib") + "/shared_torch.pth", "w").write(sys.argv[1] + "\n")' "$place"
-    printf 'penstock: using the torch in %s\n' "$place" >&2
+    "$2/bin/python" -c 'import sys, sysconfig; open(sysconfig.get_path("purelib") + "/shared_torch.pth", "w").write(sys.argv[1] + "\n")' "$folder"
+    printf 'penstock: using the torch in %s\n' "$folder" >&2
   fi
 }
 

@@ -89,11 +89,11 @@ def number_texts(seed: int, count: int) -> list[str]:
     """
     rng = random.Random(seed)
     texts = [*map(cardinal, range(101)), *map(ordinal, range(1, 32))]
-    seen = set(texts)
+    seen_texts = set(texts)
     while len(texts) < count:
         text = rng.choice(_NUMBER_TEXTS).replace("NUMBER", _number(rng)) + rng.choice(("", ".", "."))
-        if text not in seen:
-            seen.add(text)
+        if text not in seen_texts:
+            seen_texts.add(text)
             texts.append(text)
     return texts
 
@@ -105,10 +105,10 @@ def sentence_pairs(seed: int, count: int) -> list[str]:
     `sentences.TEMPLATES`.
     """
     rng = random.Random(seed)
-    known = [*SELECTED_PHRASES, *COMMON_PHRASES]
+    phrases = [*SELECTED_PHRASES, *COMMON_PHRASES]
     texts = []
     for _ in range(count):
-        first = rng.choice(known).capitalize() + rng.choice((".", "!", "?", "."))
-        second = sentence(rng) if rng.random() < 0.5 else rng.choice(known).capitalize() + "."
+        first = rng.choice(phrases).capitalize() + rng.choice((".", "!", "?", "."))
+        second = sentence(rng) if rng.random() < 0.5 else rng.choice(phrases).capitalize() + "."
         texts.append(f"{first} {second}")
     return texts
