@@ -107,7 +107,7 @@ def test_errors_are_classified(response: HttpResponse, error: str, detail: str) 
 
 
 def test_a_summary_counts_successful_and_failed_requests() -> None:
-    successful = [
+    successful_outcomes = [
         Outcome(
             index, float(index), float(index), index + 10.0, [index + 2.0, index + 4.0, index + 8.0], 10, 2, 4
         )
@@ -117,7 +117,7 @@ def test_a_summary_counts_successful_and_failed_requests() -> None:
     failed_outcomes.append(
         Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
     )
-    result = Measurement([*successful, *failed_outcomes], started=0.0, ended=50.0)
+    result = Measurement([*successful_outcomes, *failed_outcomes], started=0.0, ended=50.0)
     summary = Summary.from_measurement(result)
     assert (summary.requests, summary.completed) == (103, 100)
     assert summary.errors == {"timeout": 2, "HTTP 500": 1}
