@@ -129,9 +129,9 @@ def close_tokenizer(tokenizer: object) -> None:
 def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
-    The memory is empty if the model does not pack weights at load or cannot be loaded, if a file has its
-    packed weights, if it is divided among ranks, or if the weights are very small or may not fit. Callers
-    import torch after this call, while the thread runs.
+    The memory is empty if the model does not pack weights at load or cannot be loaded, if its packed weights
+    are in a file, if the model is divided among ranks, or if the weights are very small or may not fit.
+    Callers import torch after this call, while the thread runs.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size

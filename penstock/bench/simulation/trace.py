@@ -111,9 +111,9 @@ def make_trace(parameters: TraceParameters) -> list[SimulatedConversation]:
 
 def _draw_conversations(parameters: TraceParameters, generator: np.random.Generator) -> Iterator[list[Turn]]:
     """Yield the turns of an unlimited number of conversations, at least one turn each."""
-    half_max_length = (
-        parameters.max_length // 2
-    )  # bounds lengths, so that the first turn fits into max_length
+    # An answer, and a prefix together with a message, have at most half_max_length tokens each, so that the
+    # first turn fits into max_length.
+    half_max_length = parameters.max_length // 2
     lengths = [
         _draw_length(generator, parameters.prefix_length, _PREFIX_SPREAD, half_max_length // 2)
         for _ in range(parameters.num_prefixes)
