@@ -180,11 +180,15 @@ def measure_start(llm: LLM, shape: dict[str, int], _requests: int, begin: float)
     ``ready_s``: the model is loaded. ``first_token_s``: the first request has its token. ``with_graph_s``: a
     second request has 8 tokens, and the CUDA graph of decode steps is captured.
     """
-    ready = time.perf_counter() - begin
+    ready_seconds = time.perf_counter() - begin
     generate(llm, prompts(shape, 1, 64), 1)
-    first = time.perf_counter() - begin
+    first_token_seconds = time.perf_counter() - begin
     generate(llm, prompts(shape, 1, 64, 1), 8)
-    return {"ready_s": ready, "first_token_s": first, "with_graph_s": time.perf_counter() - begin}
+    return {
+        "ready_s": ready_seconds,
+        "first_token_s": first_token_seconds,
+        "with_graph_s": time.perf_counter() - begin,
+    }
 
 
 def measure_mixed(

@@ -63,8 +63,8 @@ class Catalog:
         task = model.pipeline_task
         architecture = self._architecture(model, task)
         if task not in self.tasks:
-            known = [record.option for record in self.tasks]
-            raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, known)
+            tasks = [record.option for record in self.tasks]
+            raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, tasks)
         return architecture, self.tasks[task]
 
     def _architecture(self, model: ModelConfig, task: PipelineTask) -> SupportedArchitecture:

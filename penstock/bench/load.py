@@ -40,8 +40,8 @@ class Measurement:
 
     outcomes: list[Outcome] = field(default_factory=list)
     """One outcome for each request that was sent or was due."""
-    started: float = 0.0
-    ended: float = 0.0
+    start_time: float = 0.0
+    end_time: float = 0.0
     is_interrupted: bool = False
     round_trips: list[float] = field(default_factory=list)
     """Round-trip times in seconds, measured before the load test by the function `round_trips`."""
@@ -49,7 +49,7 @@ class Measurement:
     @property
     def seconds(self) -> float:
         """Seconds from the start to the end of the run."""
-        return self.ended - self.started
+        return self.end_time - self.start_time
 
 
 async def measure(
@@ -88,7 +88,7 @@ async def measure(
         await run.cancel_requests()
     if not send_task.cancelled():
         send_task.result()
-    run.measurement.ended = time.perf_counter()
+    run.measurement.end_time = time.perf_counter()
     return run.measurement
 
 
@@ -115,7 +115,7 @@ class _Run:
         self._load = load
         self._on_end = on_end
         self._tasks: set[asyncio.Task[None]] = set()
-        self.measurement = Measurement(started=time.perf_counter())
+        self.measurement = Measurement(start_time=time.perf_counter())
 
     async def run_closed_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
         """Send all requests. The next request is sent when a request ends."""
@@ -134,7 +134,7 @@ class _Run:
         assert self._load.rate is not None
         slots = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
         for index, (body, delay) in enumerate(zip(bodies, self._arrivals(), strict=False)):
-            due = self.measurement.started + delay
+            due = self.measurement.start_time + delay
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             self._tasks.add(asyncio.ensure_future(self._send(index, body, due, slots)))
         await asyncio.gather(*self._tasks)
@@ -161,9 +161,9 @@ class _Run:
         self.measurement.outcomes.append(outcome)
         try:
             async with asyncio.timeout(self._load.timeout), slots or _NO_LIMIT:
-                outcome.sent = time.perf_counter()
+                outcome.sent_time = time.perf_counter()
                 answer = await self._client.post(self._path, body)
-            outcome.ended = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
+            outcome.end_time = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
             read_response(outcome, answer)
         except TimeoutError:
             outcome.record_error("timeout", f"no complete response after {self._load.timeout:g} s")
@@ -175,7 +175,7 @@ class _Run:
             outcome.record_error(INTERRUPTED)
             raise
         finally:
-            outcome.ended = outcome.ended or time.perf_counter()
+            outcome.end_time = outcome.end_time or time.perf_counter()
             self._on_end(outcome)
 
 

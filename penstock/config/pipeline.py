@@ -187,10 +187,10 @@ class PipelineConfig:
                 that support them.
         """
         if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
-            known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
+            encodings = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
             raise ConfigError(
                 "deterministic",
-                f"needs quantization_encoding to be one of {known}, is {self.model.encoding!r}",
+                f"needs quantization_encoding to be one of {encodings}, is {self.model.encoding!r}",
             )
 
     @classmethod

@@ -112,10 +112,10 @@ def thing_color(rng: random.Random) -> Pair:
 def opposite(rng: random.Random) -> Pair:
     """Ask for the opposite of a word."""
     words = read_table("facts", "opposites")
-    word, other = rng.choice(list(words.items()))
-    if word not in {"old", "young"} and rng.random() < 0.5 and other not in words:
-        word, other = other, word
-    return ask(rng, "opposite", word=word, other=other)
+    word, answer = rng.choice(list(words.items()))
+    if word not in {"old", "young"} and rng.random() < 0.5 and answer not in words:
+        word, answer = answer, word
+    return ask(rng, "opposite", word=word, answer=answer)
 
 
 def calendar(rng: random.Random) -> Pair:

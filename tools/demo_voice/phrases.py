@@ -38,12 +38,11 @@ def variants(phrase: str) -> list[str]:
 
     A longer phrase that begins with ``hello`` or ``hi`` also has variants with a comma after this word.
     """
-    ends = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
-    first, _, rest = phrase.partition(" ")
-    if first in ("hello", "hi", "thank") and rest and rest != "you":
-        with_comma = f"{first}, {rest}" if first != "thank" else phrase
-        ends += [with_comma + end for end in ("", ".", "!", "?")]
-    return list(dict.fromkeys(ends))
+    texts = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
+    first_word, _, other_words = phrase.partition(" ")
+    if first_word in ("hello", "hi") and other_words:
+        texts += [f"{first_word}, {other_words}{end}" for end in ("", ".", "!", "?")]
+    return list(dict.fromkeys(texts))
 
 
 def _number(rng: random.Random) -> str:

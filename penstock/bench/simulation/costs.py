@@ -76,7 +76,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the costs of a worker that is ``speed`` times as fast."""
         return StepCostTable(
             self.num_tokens,
-            [entry / speed for entry in self.seconds],
+            [seconds / speed for seconds in self.seconds],
             self.per_sequence / speed,
             self.per_pair / speed,
             self.per_key / speed,
