@@ -29,8 +29,8 @@ class Load:
     rate: float | None = None
     """Mean number of requests per second (a Poisson process). With a rate, the load is an open loop."""
     timeout: float = 600.0
-    """Number of seconds after which a request counts as failed. In an open loop, this
-    includes the wait because of ``concurrency``."""
+    """Number of seconds after which a request counts as failed. In an open loop, the seconds include the wait
+    of a due request because of ``concurrency``."""
     seed: int = 0
 
 
@@ -71,8 +71,8 @@ async def measure(
         path: the path of the endpoint.
         bodies: the bodies of the requests.
         load: the concurrency or the rate.
-        stop: stops the measurement when it is set. All requests that have not ended are
-            cancelled and counted as ``interrupted``.
+        stop: stops the measurement when it is set. All requests that have been sent or are due and have not
+            ended are cancelled and counted as ``interrupted``.
         on_end: called with the outcome of each request that has ended or is cancelled.
     """
     run = _Run(client, path, load, on_end)

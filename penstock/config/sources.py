@@ -71,9 +71,7 @@ def _add_values(
 ) -> None:
     """Convert the values of one source and add them to ``given_values``.
 
-    They replace values of earlier sources.
-
-    Values of None are ignored.
+    The values replace those of earlier sources. Values of None are ignored.
 
     Args:
         given_values: flat name -> (converted value, source).

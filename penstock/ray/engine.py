@@ -262,9 +262,9 @@ class RayEngine:
         """Remove a request that has ended."""
         if self._generations.pop(generation.request_id, None) is None:
             return
-        ended, self._request_ended = self._request_ended, None
-        if ended is not None and not ended.done():
-            ended.set_result(None)
+        future, self._request_ended = self._request_ended, None
+        if future is not None and not future.done():
+            future.set_result(None)
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when the next request ends."""
