@@ -34,7 +34,7 @@ from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.bench.simulation.cluster import POLICIES, Cluster, capacity
 from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, non_negative_least_squares
 from penstock.bench.simulation.measure import measure_steps
-from penstock.bench.simulation.trace import TraceShape, make_trace
+from penstock.bench.simulation.trace import TraceParameters, make_trace
 from penstock.config import PipelineConfig
 from penstock.worker.messages import StepResults, TextResult, WorkerStats, report_decoder, report_encoder
 from penstock.worker.results import Generation
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("simulate", "saturate", "measure"))
+    parser.add_argument("command", choices=("simulate", "saturate", "measure"))
     parser.add_argument("--costs", type=Path, default=COSTS_FILE)
     parser.add_argument("--workers", nargs="+", type=int, default=WORKER_COUNTS)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
@@ -69,9 +69,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory", default="1GiB")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    if options.what == "measure":
+    if options.command == "measure":
         measure(options)
-    elif options.what == "saturate":
+    elif options.command == "saturate":
         saturate(options)
     else:
         simulate(options)
@@ -81,14 +81,16 @@ def simulate(options: argparse.Namespace) -> None:
     """Print one row per number of workers and routing policy. With ``--json``, also write the reports."""
     costs = ClusterCosts.read(options.costs)
     costs = msgspec.structs.replace(costs, step=costs.step.scaled(options.speed))
-    shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
-    rate = options.load * capacity(costs, shape)
+    parameters = TraceParameters(
+        rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed
+    )
+    rate = options.load * capacity(costs, parameters)
     print(f"{costs.measured.get('model', '')}; {rate:.2f} requests/s for each worker")
     print("workers  routing        req/s  tokens/s   first token p50, p99    latency p50, p99  hits  busy")
     rows = []
     for count in options.workers:
         num_requests = max(options.requests * count, 800)
-        trace = make_trace(replace(shape, rate=rate * count, num_requests=num_requests))
+        trace = make_trace(replace(parameters, rate=rate * count, num_requests=num_requests))
         for policy in options.policies:
             begin = time.perf_counter()
             report = Cluster(costs, count, policy).run(trace)
@@ -109,9 +111,11 @@ def saturate(options: argparse.Namespace) -> None:
     """Print the decisions per second and the CPU load of a router, for each number of workers above 1."""
     costs = ClusterCosts.read(options.costs)
     step = costs.step.scaled(options.speed)
-    shape = TraceShape(rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed)
-    request_rate = capacity(msgspec.structs.replace(costs, step=step), shape)
-    trace = make_trace(shape)
+    parameters = TraceParameters(
+        rate=1.0, num_requests=2000, max_length=costs.limits.max_length, seed=options.seed
+    )
+    request_rate = capacity(msgspec.structs.replace(costs, step=step), parameters)
+    trace = make_trace(parameters)
     answer_length = np.mean([turn.num_new_tokens for conversation in trace for turn in conversation.turns])
     print(
         f"{describe_machine()}\n{request_rate:.2f} requests/s for each worker, "
@@ -120,16 +124,17 @@ def saturate(options: argparse.Namespace) -> None:
     print("workers  decisions/s: digests known  with hashing  needed  load of the router's thread")
     router, reports_per_second = measure_router(options.workers), 1 / 0.02
     for count in (count for count in options.workers if count > 1):  # one worker needs no decision
-        known, hashing = measure_decisions(count, _NUM_PREFIXES, 2048, _NUM_DECISIONS)
+        known_digests_rate, hashing_rate = measure_decisions(count, _NUM_PREFIXES, 2048, _NUM_DECISIONS)
         results_per_report = request_rate * answer_length / reports_per_second  # of one worker
         load = count * (
             request_rate * router.decision_seconds(count, 2048 // costs.limits.block_size)
             + reports_per_second * router.report_seconds(round(results_per_report))
         )
-        remark = "" if known >= TARGET_RATE else f"  (below {TARGET_RATE:,})"
+        remark = "" if known_digests_rate >= TARGET_RATE else f"  (below {TARGET_RATE:,})"
         needed = request_rate * count
         print(
-            f"{count:7}  {known:26,.0f}  {hashing:12,.0f}  {needed:6,.0f}  {load:26.1%}{remark}",
+            f"{count:7}  {known_digests_rate:26,.0f}  {hashing_rate:12,.0f}  {needed:6,.0f}  "
+            f"{load:26.1%}{remark}",
             flush=True,
         )
     print(
@@ -141,10 +146,10 @@ def measure(options: argparse.Namespace) -> None:
     """Measure the durations of model steps and of routing. Writes the costs to a file and prints them."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         model = options.model or str(write_random_checkpoint(Path(folder), SHAPES[options.shape]))
-        flat = {"model_path": model, "kv_cache_memory": options.kv_cache_memory, "max_batch_size": 32}
+        settings = {"model_path": model, "kv_cache_memory": options.kv_cache_memory, "max_batch_size": 32}
         if options.num_threads:
-            flat["num_threads"] = options.num_threads
-        config = PipelineConfig.from_flat(flat)
+            settings["num_threads"] = options.num_threads
+        config = PipelineConfig.from_flat(settings)
         step, limits = measure_steps(config)
     name = options.model or f"{options.shape} (random weights, {SHAPES[options.shape]['dtype']})"
     measured = {"model": name, "threads": str(options.num_threads or "all"), "machine": describe_machine()}

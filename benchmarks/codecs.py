@@ -93,10 +93,10 @@ def _decode_in_chunks(codec: AudioCodec, frames: Tensor, frames_per_chunk: int) 
     # The codec caches decoded windows. A cache filled by the previous run would make this run too fast.
     vars(codec).get("_cache", {}).clear()
     for num_frames in (*range(frames_per_chunk, len(frames), frames_per_chunk), len(frames)):
-        ended = num_frames == len(frames)
-        num_ready = codec.ready_frames(num_frames, ended=ended)
-        if num_ready > num_decoded and (ended or num_ready - num_decoded >= frames_per_chunk):
-            codec.decode_chunks([codec.chunk(frames[:num_frames], num_decoded, num_ready, ended=ended)])
+        is_ended = num_frames == len(frames)
+        num_ready = codec.ready_frames(num_frames, ended=is_ended)
+        if num_ready > num_decoded and (is_ended or num_ready - num_decoded >= frames_per_chunk):
+            codec.decode_chunks([codec.chunk(frames[:num_frames], num_decoded, num_ready, ended=is_ended)])
             num_decoded = num_ready
 
 

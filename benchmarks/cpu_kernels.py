@@ -92,8 +92,8 @@ def linear_cases() -> Iterator[Case]:
 
 def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield (name, function) of each torch baseline. Each call of a function uses the next of ``weights``."""
-    plain = cycle(weights)
-    yield "F.linear", lambda: F.linear(x, next(plain))
+    unpacked = cycle(weights)
+    yield "F.linear", lambda: F.linear(x, next(unpacked))
     if torch.backends.mkldnn.is_available() and len(x) >= 16:
         reorder = torch.ops.mkldnn._reorder_linear_weight
         packed = cycle([reorder(weight, len(x)) for weight in weights])

@@ -43,8 +43,8 @@ def sentence_transformers_engine(model: str, _: str) -> Embed:
     """Return the `Embed` function of sentence-transformers, which runs batches of 32 texts."""
     from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
-    loaded = SentenceTransformer(model, device="cpu")
-    return lambda texts: loaded.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+    encoder = SentenceTransformer(model, device="cpu")
+    return lambda texts: encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
 
 
 def onnx_engine(model: str, path: str) -> Embed:
@@ -101,8 +101,8 @@ def openvino_engine(model: str, path: str) -> Embed:
             return mean_embeddings(request.infer(feeds[0])[0], feeds[0])
         embeddings: list[Any] = [None] * len(feeds)
 
-        def store_result(finished: Any, index: int) -> None:
-            embeddings[index] = mean_embeddings(finished.get_output_tensor(0).data, feeds[index])
+        def store_result(finished_request: Any, index: int) -> None:
+            embeddings[index] = mean_embeddings(finished_request.get_output_tensor(0).data, feeds[index])
 
         queue.set_callback(store_result)
         for index, feed in enumerate(feeds):
@@ -134,7 +134,7 @@ def llama_cpp_engine(_: str, path: str) -> Embed:
     """Return the `Embed` function of llama.cpp through llama-cpp-python, for a GGUF file."""
     import llama_cpp  # type: ignore[import-not-found]
 
-    loaded = llama_cpp.Llama(
+    llama = llama_cpp.Llama(
         path,
         embedding=True,
         pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN,
@@ -147,7 +147,7 @@ def llama_cpp_engine(_: str, path: str) -> Embed:
     )
 
     def embed(texts: Sequence[str]) -> np.ndarray:
-        return np.array(loaded.embed(list(texts), normalize=True, truncate=True), np.float32)
+        return np.array(llama.embed(list(texts), normalize=True, truncate=True), np.float32)
 
     return embed
 
@@ -313,8 +313,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("model", "engine", "option"):
         parser.add_argument(name)
-    given = parser.parse_args()
-    if given.engine == "export":
-        export(given.model, given.option)
+    options = parser.parse_args()
+    if options.engine == "export":
+        export(options.model, options.option)
     else:
-        serve(given.model, given.engine, given.option)
+        serve(options.model, options.engine, options.option)

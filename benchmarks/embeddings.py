@@ -69,7 +69,7 @@ class Engine:
         self.name = f"{engine} {Path(option).stem}".strip()
         command = [python, str(ENGINES_FILE), model, engine, option]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.skipped: str | None = self._read().get("skipped")
+        self.skip_reason: str | None = self._read().get("skipped")
         """The reason why the engine cannot run; None if it is ready."""
 
     def run(self, workload: str) -> Any:
@@ -109,10 +109,10 @@ def start_engines(
     engines = []
     for engine, option in engine_options:
         process = Engine(interpreter_paths.get(engine, sys.executable), model, engine, option)
-        if process.skipped is None:
+        if process.skip_reason is None:
             engines.append(process)
         else:
-            print(f"{process.name} is skipped: {process.skipped}", file=sys.stderr)
+            print(f"{process.name} is skipped: {process.skip_reason}", file=sys.stderr)
             process.close()
     return engines
 

@@ -133,8 +133,8 @@ def measure_quality(
             if is_selectable(row.encoding):
                 llm = open_model(model, row.encoding, threads=threads, devices="cpu")
             else:
-                stored = write_stored(checkpoint, folder / "quality" / row.encoding, row.encoding)
-                llm = open_model(str(stored), None, threads=threads, devices="cpu")
+                stored_folder = write_stored(checkpoint, folder / "quality" / row.encoding, row.encoding)
+                llm = open_model(str(stored_folder), None, threads=threads, devices="cpu")
             models[row.encoding] = stack.enter_context(llm)
         for name, token_lists in texts.items():
             comparisons = compare_all(models, token_lists, ("float32",))
@@ -169,15 +169,19 @@ def measure_speed(
         row.baseline = "int4" if ENCODINGS[row.encoding].bits <= MAX_BITS_OF_INT4_BASELINE else "int8"
         with ExitStack() as stack:
             settings = (folder / "speed", sizes, threads)
-            baseline = stack.enter_context(open_bench(checkpoint, row.baseline, *settings))
-            measured = stack.enter_context(open_bench(checkpoint, row.encoding, *settings))
+            baseline_bench = stack.enter_context(open_bench(checkpoint, row.baseline, *settings))
+            encoding_bench = stack.enter_context(open_bench(checkpoint, row.encoding, *settings))
             for workload in SPEED_WORKLOADS:
-                baseline.speed(workload), measured.speed(workload)  # warm-up
+                baseline_bench.speed(workload), encoding_bench.speed(workload)  # warm-up
                 for number in range(pairs):
-                    order = (baseline, measured) if number % 2 else (measured, baseline)
+                    order = (
+                        (baseline_bench, encoding_bench) if number % 2 else (encoding_bench, baseline_bench)
+                    )
                     speeds = {bench: bench.speed(workload) for bench in order}
-                    row.speeds.setdefault(workload, []).append(speeds[measured])
-                    row.ratios.setdefault(workload, []).append(speeds[measured] / speeds[baseline])
+                    row.speeds.setdefault(workload, []).append(speeds[encoding_bench])
+                    row.ratios.setdefault(workload, []).append(
+                        speeds[encoding_bench] / speeds[baseline_bench]
+                    )
         print(speed_line(row), flush=True)
 
 
@@ -190,15 +194,15 @@ def open_bench(
     if quantization_encoding is None:
         path = write_stored(checkpoint, folder / encoding, encoding)
     length = max(sizes.prompt_length + sizes.new_tokens, sizes.prefill_length + 1)
-    flat: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model_path": str(path),
         "quantization_encoding": quantization_encoding,
         "max_length": length,
         "max_batch_size": 1,
     }
     if threads is not None:
-        flat["num_threads"] = threads
-    with Bench(PipelineConfig.from_flat(flat), sizes) as bench:
+        settings["num_threads"] = threads
+    with Bench(PipelineConfig.from_flat(settings), sizes) as bench:
         yield bench
 
 

@@ -117,7 +117,7 @@ def run_workloads(folder: str, arguments: argparse.Namespace) -> None:
             report = workloads[name](llm, SHAPES[arguments.shape], arguments.requests, begin)
             state = {
                 "kernels": llm.pipeline.session.kernels,
-                "plan": llm.pipeline.session.graph_status,
+                "graph_status": llm.pipeline.session.graph_status,
                 "overlap": llm.pipeline.overlapped_steps is not None,
                 "memory_plan": dict(llm.pipeline.memory_plan.rows()),
             }
@@ -139,9 +139,9 @@ def measure_decode(llm: LLM, shape: dict[str, int], _requests: int, _begin: floa
     """
     prompt, count = prompts(shape, 1, 128)[0], 256
     generate(llm, [prompt], 16)  # captures the graph
-    short = min(measure_seconds(lambda: generate(llm, [prompt], 1)) for _ in range(5))
+    one_token_seconds = min(measure_seconds(lambda: generate(llm, [prompt], 1)) for _ in range(5))
     seconds = (
-        min(measure_seconds(lambda: generate(llm, [prompt], 1 + count)) for _ in range(5)) - short
+        min(measure_seconds(lambda: generate(llm, [prompt], 1 + count)) for _ in range(5)) - one_token_seconds
     ) / count
     limit = bytes_per_step(llm, shape, 128 + count // 2) / copy_bandwidth()
     return {"ms_per_token": 1e3 * seconds, "limit_ms": 1e3 * limit, "share": limit / seconds}
@@ -180,11 +180,15 @@ def measure_start(llm: LLM, shape: dict[str, int], _requests: int, begin: float)
     ``ready_s``: the model is loaded. ``first_token_s``: the first request has its token. ``with_graph_s``: a
     second request has 8 tokens, and the CUDA graph of decode steps is captured.
     """
-    ready = time.perf_counter() - begin
+    ready_seconds = time.perf_counter() - begin
     generate(llm, prompts(shape, 1, 64), 1)
-    first = time.perf_counter() - begin
+    first_token_seconds = time.perf_counter() - begin
     generate(llm, prompts(shape, 1, 64, 1), 8)
-    return {"ready_s": ready, "first_token_s": first, "with_graph_s": time.perf_counter() - begin}
+    return {
+        "ready_s": ready_seconds,
+        "first_token_s": first_token_seconds,
+        "with_graph_s": time.perf_counter() - begin,
+    }
 
 
 def measure_mixed(
@@ -275,8 +279,8 @@ def transformers_decode(folder: str, arguments: argparse.Namespace) -> None:
         model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, **options)
 
     run(8)
-    short = min(measure_seconds(lambda: run(1)) for _ in range(3))
-    seconds = (min(measure_seconds(lambda: run(1 + count)) for _ in range(3)) - short) / count
+    one_token_seconds = min(measure_seconds(lambda: run(1)) for _ in range(3))
+    seconds = (min(measure_seconds(lambda: run(1 + count)) for _ in range(3)) - one_token_seconds) / count
     report = {"ms_per_token": 1e3 * seconds, "transformers": transformers.__version__}
     print_report(arguments, "transformers", report)
 

@@ -2,7 +2,8 @@
 # Tests and measurements on a GPU, in parts of less than ten minutes each: bash benchmarks/gpu_first_run.sh PART [FOLDER]
 #
 #   new         checks that have not run on a GPU yet: a server, CUDA graphs of images and of many batch shapes, tests of
-#               later commits, two GPUs if the machine has them, and profiles by ncu if it is installed
+#               code that changed after the last run on a GPU, two GPUs if the machine has them, and profiles by ncu if
+#               ncu is installed
 #   mixed       eight minutes of mixed requests to LLM and to a server: host and device memory each minute
 #   tests       conformance, determinism, graphs and streams, models; `penstock env` and `penstock bench run`
 #   figures     cold start, decode, prefill, 256 requests with and without overlapped steps, transformers; prints each

@@ -59,12 +59,12 @@ def measure_products(ops: Ops, encodings: list[str], row_counts: list[int]) -> N
         for outputs, inputs in LAYER_SIZES:
             packed = ops.pack_linear(torch.randn(outputs, inputs) / inputs**0.5, encoding)
             packed = replace(packed, tensors={name: tensor.cuda() for name, tensor in packed.tensors.items()})
-            exact = unpack_linear(packed).float()
+            exact_weight = unpack_linear(packed).float()
             num_bytes = sum(tensor.nbytes for tensor in packed.tensors.values())
             cells = [f"{encoding:9} {outputs:5} x {inputs:<5} {num_bytes / 2**20:6.1f} MiB"]
             for rows in row_counts:
                 x = torch.randn(rows, inputs, device="cuda").bfloat16()
-                expected = x.float() @ exact.T
+                expected = x.float() @ exact_weight.T
                 error = float((ops.linear(x, packed).float() - expected).norm() / expected.norm())
                 time = microseconds(lambda x=x, packed=packed: ops.linear(x, packed))  # type: ignore[misc]
                 rate, unit = num_bytes / time / 1e6, "TB/s"
@@ -112,9 +112,9 @@ def measure_sampling(ops: Ops) -> None:
         "top_p 0.9": (0.8, 0, 0.9),
         "top_k 1000, top_p 0.95": (0.8, 1000, 0.95),
     }
-    for shape, logit_deviation in (("peaked", 4.0), ("flat", 1.0)):
+    for distribution, logit_deviation in (("peaked", 4.0), ("flat", 1.0)):
         for name, (temperature, top_k, top_p) in sampling_settings.items():
-            cells = [f"{shape:6} {name:23}"]
+            cells = [f"{distribution:6} {name:23}"]
             for rows in (1, 64, 256):
                 logits = (logit_deviation * torch.randn(rows, VOCAB_SIZE, device="cuda")).bfloat16()
                 inputs = SamplingInputs(

@@ -100,21 +100,21 @@ def measure(
     Prints a table for each kind of text and returns the rows of all tables.
     """
     open_with = partial(open_model, threads=threads, devices=devices)
-    exact = open_with(model, "float32")
-    length = min(TEXT_LENGTH, exact.pipeline.memory_plan.max_length)
+    float32_llm = open_with(model, "float32")
+    length = min(TEXT_LENGTH, float32_llm.pipeline.memory_plan.max_length)
     texts = {
         "sampled": sample_texts(
-            exact, start_token(exact), count=-(-num_tokens // length), length=length, seed=seed
+            float32_llm, start_token(float32_llm), count=-(-num_tokens // length), length=length, seed=seed
         )
     }
     if model == "demo":
-        texts["held out"] = held_out_texts(exact, num_tokens)
+        texts["held out"] = held_out_texts(float32_llm, num_tokens)
     if text_file is not None:
-        texts[text_file.name] = read_texts(exact, text_file, num_tokens, length)
+        texts[text_file.name] = read_texts(float32_llm, text_file, num_tokens, length)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_rounded(exact.config.model.checkpoint, Path(folder))
-        models = {"float32": exact}
+        write_rounded(float32_llm.config.model.checkpoint, Path(folder))
+        models = {"float32": float32_llm}
         models |= {encoding: open_with(model, encoding) for encoding in ENCODINGS[1:]}
         models[ROUNDED_BASELINE] = open_with(folder, "bfloat16")
         models |= {f"{cache} cache": open_with(model, "bfloat16", cache=cache) for cache in caches}

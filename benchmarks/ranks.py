@@ -5,9 +5,8 @@
 
 Both configurations stay loaded during the measurement, in separate processes. Both configurations run the
 same prompt alternately, so that a change of the machine's speed affects both. A pair is one run of each
-configuration.
-The order changes with each pair. The ratio is the speed of the two ranks divided by the speed of the one
-process.
+configuration. The order changes with each pair. The ratio is the speed of the two ranks divided by the speed
+of the one process.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class RandomRouting:
         self, context: RequestContext, digests: Sequence[bytes], loads: WorkerLoads, workers: int
     ) -> int:
         """Return the index of a ready worker. Bit n of ``workers`` is set if worker n is ready."""
-        ready = [number for number in range(len(loads.costs)) if workers >> number & 1]
-        return self._random.choice(ready)
+        ready_workers = [number for number in range(len(loads.costs)) if workers >> number & 1]
+        return self._random.choice(ready_workers)
 
 
 def greedy_context(request_id: str, tokens: Sequence[int], num_new_tokens: int = 16) -> TextContext:

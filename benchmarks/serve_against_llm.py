@@ -185,11 +185,11 @@ def server(model: str) -> Iterator[tuple[str, int]]:
             lines = []
             for line in process.stderr:
                 lines.append(line)
-                if found := re.search(r"serving .* at (http://\S+)", line):
+                if match := re.search(r"serving .* at (http://\S+)", line):
                     break
             else:
                 sys.exit("the server ended before it printed its address:\n" + "".join(lines))
-            yield found[1], process.pid
+            yield match[1], process.pid
         finally:
             process.terminate()
             process.communicate()

@@ -118,7 +118,7 @@ async def run_load(client: httpx.AsyncClient, server_pid: int, arguments: argpar
             print("seconds, server, worker, GPU, requests:", *rows[-1], flush=True)
 
     await asyncio.gather(watch(), *map(run_client, range(NUM_CLIENTS)))
-    remaining = await wait_until_idle(client, 60)
+    final_activity = await wait_until_idle(client, 60)
     middle_row = rows[len(rows) // 2]
     growth = {
         "server_mib": rows[-1][1] - middle_row[1],
@@ -128,13 +128,16 @@ async def run_load(client: httpx.AsyncClient, server_pid: int, arguments: argpar
     memory_is_stable = all(rows[-1][i] <= 1.05 * middle_row[i] for i in (1, 2))
     failed = {name: count for name, count in outcomes.items() if name.startswith("failed")}
     passed = (
-        memory_is_stable and not failed and not any(remaining.values()) and find_worker(server_pid) == worker
+        memory_is_stable
+        and not failed
+        and not any(final_activity.values())
+        and find_worker(server_pid) == worker
     )
     report = {
         "rows": rows,
         "growth_in_second_half": growth,
         "outcomes": dict(outcomes),
-        "remaining": remaining,
+        "remaining": final_activity,
         "passed": passed,
     }
     print(json.dumps(report))

@@ -188,23 +188,23 @@ def measure(
                 run(random_request(config, options.tiles, -1 - round_number + 10_000), 3)
                 continue
             first_token_seconds, total_seconds = run(request, options.tokens)
-            same_image, _ = run(second_request, 1)
-            figures[engine].append((first_token_seconds, same_image, total_seconds))
+            same_image_seconds, _ = run(second_request, 1)
+            figures[engine].append((first_token_seconds, same_image_seconds, total_seconds))
             print(
                 f"round {round_number}, {engine}: first token {first_token_seconds:.3f} s, "
-                f"with the same image {same_image:.3f} s, all tokens {total_seconds:.3f} s"
+                f"with the same image {same_image_seconds:.3f} s, all tokens {total_seconds:.3f} s"
             )
         if round_number and time.monotonic() > deadline:
             print(f"stopped after {options.seconds:.0f} s: {round_number} of {options.rounds} rounds")
             break
     results = {}
     for engine, rounds in figures.items():
-        first_token_seconds, same_image, total_seconds = (
+        first_token_seconds, same_image_seconds, total_seconds = (
             statistics.median(column) for column in zip(*rounds, strict=True)
         )
         results[engine] = {
             "first_token_s": first_token_seconds,
-            "repeated_first_token_s": same_image,
+            "repeated_first_token_s": same_image_seconds,
             "total_s": total_seconds,
             "rounds": len(rounds),
         }

@@ -5,6 +5,7 @@
 Exports the checkpoint with ``optimum-cli`` if needed. When the model is loaded, writes the name of the engine
 to standard output. Then reads requests from standard input, one JSON object per line, and writes the times of
 each request.
+
 The model class of optimum-intel accepts pixels and tokens, so all engines get the same inputs.
 (`openvino_genai.VLMPipeline` accepts only text and images.)
 

@@ -191,8 +191,10 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     settings = AutoConfig.for_model(**config)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(settings, dtype=torch.bfloat16)
-    tied = set(getattr(model, "all_tied_weights_keys", {}))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    tied_names = set(getattr(model, "all_tied_weights_keys", {}))
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied_names
+    }
     folder.mkdir(parents=True, exist_ok=True)
     settings.dtype = torch.bfloat16
     settings.save_pretrained(folder)

@@ -27,8 +27,8 @@ async def main() -> None:
         answers = await asyncio.gather(*[ask(llm, question) for question in QUESTIONS])
         for question, answer in zip(QUESTIONS, answers, strict=True):
             print(question, "->", answer)
-        long = SamplingParams(max_new_tokens=900, ignore_eos=True)
-        stream = llm.stream("Once upon a time", long)
+        params = SamplingParams(max_new_tokens=900, ignore_eos=True)
+        stream = llm.stream("Once upon a time", params)
         await anext(stream)
         await stream.aclose()  # the worker computes no further tokens
         print("the long answer was cancelled")

@@ -28,10 +28,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("images", nargs="+", type=Path, help="image files, then the question")
+    parser.add_argument("images", nargs="+", type=Path, help="image files")
+    parser.add_argument("question")
     options = parser.parse_args()
-    *files, question = map(str, options.images)
-    content: Any = [*(image_part(Path(file)) for file in files), {"type": "text", "text": question}]
+    parts = [image_part(image) for image in options.images]
+    content: Any = [*parts, {"type": "text", "text": options.question}]
     with OpenAI(base_url=f"{options.url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         stream = client.chat.completions.create(

@@ -76,9 +76,9 @@ class TrigramModel(PipelineModel[TextContext]):
         return LastTwoTokens(torch.stack([prev_model_inputs.tokens[:, 1], next_tokens], dim=1))
 
     def execute(self, model_inputs: LastTwoTokens) -> ModelOutputs:
-        unknown = torch.zeros(self.vocab_size)
+        equal_logits = torch.zeros(self.vocab_size)  # for a pair that is not in the text
         rows = [
-            self.logits_by_pair.get((first, second), unknown)
+            self.logits_by_pair.get((first, second), equal_logits)
             for first, second in model_inputs.tokens.tolist()
         ]
         return ModelOutputs(next_token_logits=torch.stack(rows))

@@ -39,10 +39,10 @@ def main() -> None:
         num_cpus=1,
     )
     answers.write_parquet(options.output)
-    written = ray.data.read_parquet(options.output)
-    for row in written.take_all():
+    stored_answers = ray.data.read_parquet(options.output)
+    for row in stored_answers.take_all():
         print(row["generated_text"])
-    print(f"{written.count()} answers in {options.output}")
+    print(f"{stored_answers.count()} answers in {options.output}")
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ def answer(**config: Any) -> tuple[str, LLM]:
 
 def main() -> None:
     """Generate an answer without and with speculation, and compare both."""
-    plain, llm = answer()
+    text_without_drafts, llm = answer()
     llm.close()
-    with_drafts, llm = answer(speculative_method="ngram", adaptive_speculation=False)
+    text_with_drafts, llm = answer(speculative_method="ngram", adaptive_speculation=False)
     stats = llm.pipeline.speculation_stats
     llm.close()
-    print(with_drafts)
-    print(f"the same text: {plain == with_drafts}")
+    print(text_with_drafts)
+    print(f"the same text: {text_without_drafts == text_with_drafts}")
     print(
         f"{stats.num_accepted} of {stats.num_proposed} draft tokens accepted, "
         f"{stats.num_verified_steps} forwards with drafts"

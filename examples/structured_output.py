@@ -40,15 +40,15 @@ def print_parsed(client: OpenAI, model: str, schema: type[BaseModel], text: str)
     print(repr(reply.choices[0].message.parsed))
 
 
-def print_constrained(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
+def print_constrained(client: OpenAI, model: str, text: str, **constraint: Any) -> None:
     """Print an answer that is constrained by a field of ``structured_outputs``."""
     reply = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": text}],
         temperature=0,
-        extra_body={"structured_outputs": outputs},
+        extra_body={"structured_outputs": constraint},
     )
-    print(outputs, "->", reply.choices[0].message.content)
+    print(constraint, "->", reply.choices[0].message.content)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ class Catalog:
         task = model.pipeline_task
         architecture = self._architecture(model, task)
         if task not in self.tasks:
-            known = [record.option for record in self.tasks]
-            raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, known)
+            tasks = [record.option for record in self.tasks]
+            raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, tasks)
         return architecture, self.tasks[task]
 
     def _architecture(self, model: ModelConfig, task: PipelineTask) -> SupportedArchitecture:
@@ -129,8 +129,9 @@ def close_tokenizer(tokenizer: object) -> None:
 def prefault_weights(config: PipelineConfig) -> PrefaultedMemory:
     """Start a thread that prefaults memory for packed weights, and return this memory.
 
-    The memory is empty if the model does not pack weights at load, if it is divided among ranks, or if the
-    weights are very small or may not fit. Callers import torch after this call, while the thread runs.
+    The memory is empty if the model does not pack weights at load or cannot be loaded, if its packed weights
+    are in a file, if the model is divided among ranks, or if the weights are very small or may not fit.
+    Callers import torch after this call, while the thread runs.
     """
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size

@@ -20,6 +20,7 @@
     │   └── UnsupportedTaskError               architecture, task, known
     ├── InsufficientMemoryError                needed, available
     │   └── InsufficientBlocksError            free, total
+    │       └── InsufficientStatesError
     ├── ForkedProcessError (RuntimeError)      origin, process
     └── MissingDependencyError (ImportError)   package, extra
 
@@ -45,6 +46,7 @@ class PromptTooLongError(InputError):
     """A prompt leaves no room for output within ``max_length`` tokens.
 
     For a task without generated tokens: the input has more than ``max_length`` tokens.
+
     Args:
         num_tokens: the number of tokens of the prompt.
         max_length: the maximum length, in tokens.

@@ -55,8 +55,8 @@ def compute_log_probabilities(
     for top_n in {rows.top_n for rows in requested_rows}:
         # One call per top_n, so that k does not depend on other requests: the order of equal logits in the
         # result of topk can depend on k.
-        _fill_entries(logits, [rows for rows in requested_rows if rows.top_n == top_n], top_n)
-    return [None if rows is None else rows.entry for rows in rows_by_sequence]
+        _add_log_probabilities(logits, [rows for rows in requested_rows if rows.top_n == top_n], top_n)
+    return [None if rows is None else rows.log_probabilities for rows in rows_by_sequence]
 
 
 @dataclass(slots=True)
@@ -66,30 +66,33 @@ class _Rows:
     start: int  # index of the first row
     targets: Tensor  # [n], the token of each row
     top_n: int
-    entry: LogProbabilities = field(default_factory=lambda: LogProbabilities([], []))
+    log_probabilities: LogProbabilities = field(default_factory=lambda: LogProbabilities([], []))
 
 
-def _fill_entries(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
-    """Fill the entries of all sequences. Rows are processed in chunks, so that copies need little memory."""
+def _add_log_probabilities(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
+    """Add the log probabilities of each row to the `log_probabilities` of its sequence.
+
+    Rows are processed in chunks, so that copies need little memory.
+    """
     indices = torch.cat(
         [torch.arange(sequence.start, sequence.start + len(sequence.targets)) for sequence in sequences]
     )
     indices = indices.to(logits.device)
     targets = torch.cat([sequence.targets for sequence in sequences])
-    entries = [sequence.entry for sequence in sequences for _ in range(len(sequence.targets))]
+    row_results = [sequence.log_probabilities for sequence in sequences for _ in range(len(sequence.targets))]
     rows_per_chunk = max(1, _MAX_LOGITS // logits.shape[-1])
-    for start in range(0, len(entries), rows_per_chunk):
+    for start in range(0, len(row_results), rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
         scores = torch.log_softmax(logits[indices[rows]].float(), dim=-1)
         target_scores = scores.gather(1, targets[rows, None])[:, 0].tolist()
         top_scores = scores.topk(top_n, dim=-1)
-        for entry, ids, values, token, value in zip(
-            entries[rows],
+        for result, ids, values, token, value in zip(
+            row_results[rows],
             top_scores.indices.tolist(),
             top_scores.values.tolist(),
             targets[rows].tolist(),
             target_scores,
             strict=True,
         ):
-            entry.token_log_probabilities.append(value)
-            entry.top_log_probabilities.append(dict(zip(ids, values, strict=True)) | {token: value})
+            result.token_log_probabilities.append(value)
+            result.top_log_probabilities.append(dict(zip(ids, values, strict=True)) | {token: value})

@@ -82,13 +82,13 @@ class FakePipeline:
 
     It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and any KV cache. Prompt
     chunks, several steps per call, preemption and release work as in `TextGenerationPipeline`. The pipeline
-    supports ``min_new_tokens``, and the context ends the output as usual. The pipeline ignores all other
-    parameters that change the choice of tokens. All log probabilities are 0.
+    supports ``min_new_tokens``. The context ends the output at its end tokens and at its maximum length. The
+    pipeline ignores all other parameters that change the choice of tokens. All log probabilities are 0.
 
     Args:
         choose: returns the next token of a context whose tokens are all computed. The default returns
-            lower-case letters and spaces that depend on all tokens so far, and `FakeTokenizer.EOS` with
-            probability 1/16.
+            lower-case letters and spaces that depend on all tokens so far, and `FakeTokenizer.EOS` for about
+            one context in 16.
         kv: the KV cache; the default stores nothing.
     """
 

@@ -73,10 +73,10 @@ def test_workers_divide_gpus_or_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -
     gpus = tuple(DeviceSpec(number, "gpu") for number in range(4))
     shares = divide_resources(make_config(data_parallel_size=2, devices=gpus))
     assert [share.devices for share in shares] == [gpus[:2], gpus[2:]]
-    shared_gpu = make_config(data_parallel_size=2, devices=gpus[:1], device_memory_utilization=0.8)
-    shares = divide_resources(shared_gpu)
+    shared_gpu_config = make_config(data_parallel_size=2, devices=gpus[:1], device_memory_utilization=0.8)
+    shares = divide_resources(shared_gpu_config)
     assert [share.devices for share in shares] == [gpus[:1]] * 2
-    assert load_config(shared_gpu, shares[0], monkeypatch).kv_cache.device_memory_utilization == 0.4
+    assert load_config(shared_gpu_config, shares[0], monkeypatch).kv_cache.device_memory_utilization == 0.4
     with pytest.raises(ConfigError, match="2 workers cannot divide 3 devices"):
         divide_resources(make_config(data_parallel_size=2, devices=gpus[:3]))
 

@@ -51,7 +51,7 @@ def test_steps_and_loads_are_refused_in_a_fork_of_a_process_that_has_generated()
         from penstock.pipelines.core import TokenGeneratorRequest
 
         llm = load()
-        before = generate_text(llm)
+        text_before = generate_text(llm)
         request = TokenGeneratorRequest("a", 0, "demo", prompt="Once")
         context = llm.tokenizer.build_context(request)
         run_in_child(lambda: generate_text(llm))
@@ -66,7 +66,7 @@ def test_steps_and_loads_are_refused_in_a_fork_of_a_process_that_has_generated()
         next(stream)
         run_in_child(lambda: generate_text(llm))
         list(stream)
-        print(generate_text(llm) == before)
+        print(generate_text(llm) == text_before)
         """
     )
     assert lines == ["refused"] * 9 + ["True"]

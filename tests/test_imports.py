@@ -37,7 +37,7 @@ def test_light_modules_load_no_heavy_package() -> None:
         "import importlib, sys\n"
         f"for name in {LIGHT_MODULES}:\n"
         "    importlib.import_module(name)\n"
-        f"    if found := sorted({set(HEAVY_PACKAGES)} & set(sys.modules)): sys.exit(print(name, found))"
+        f"    if loaded := sorted({set(HEAVY_PACKAGES)} & set(sys.modules)): sys.exit(print(name, loaded))"
     )
     assert _run_in_new_process(code) == ""
 

@@ -63,19 +63,21 @@ def test_log_probabilities_of_any_batch_equal_numpy(
     finally:
         log_probabilities._MAX_LOGITS = previous_max_logits
     row, first_token = 0, 0
-    for (length, top_n, echo), count, entry, next_token in zip(
+    for (length, top_n, echo), count, sequence_result, next_token in zip(
         sequences, counts, result, next_tokens, strict=True
     ):
         if top_n == 0:
-            assert entry is None
+            assert sequence_result is None
         else:
-            assert entry is not None
+            assert sequence_result is not None
             targets = [*tokens[first_token + 1 : first_token + length], next_token] if echo else [next_token]
             expected = [
                 expected_log_probabilities(logits[row + i], int(t), top_n) for i, t in enumerate(targets)
             ]
-            assert entry.token_log_probabilities == pytest.approx([value for value, _ in expected], abs=1e-5)
-            for actual, (_, top_entries) in zip(entry.top_log_probabilities, expected, strict=True):
+            assert sequence_result.token_log_probabilities == pytest.approx(
+                [value for value, _ in expected], abs=1e-5
+            )
+            for actual, (_, top_entries) in zip(sequence_result.top_log_probabilities, expected, strict=True):
                 assert actual == pytest.approx(top_entries, abs=1e-5)
                 assert list(actual) == list(top_entries), "sorted by descending log probability"
         row, first_token = row + count, first_token + length
@@ -84,12 +86,12 @@ def test_log_probabilities_of_any_batch_equal_numpy(
 def test_bfloat16_logits_are_computed_in_float32() -> None:
     offsets = torch.tensor([0, 1])
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
-    (entry,) = compute_log_probabilities(
+    (sequence_result,) = compute_log_probabilities(
         torch.tensor([3]), offsets, logits, offsets, torch.tensor([7]), [1], [False]
     )
-    assert entry is not None
+    assert sequence_result is not None
     value, _ = expected_log_probabilities(logits[0].float().numpy(), 7, 1)
-    assert entry.token_log_probabilities == pytest.approx([value], abs=1e-5)
+    assert sequence_result.token_log_probabilities == pytest.approx([value], abs=1e-5)
 
 
 def test_cut_keeps_the_top_n_and_the_chosen_token() -> None:

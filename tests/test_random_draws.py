@@ -1,4 +1,4 @@
-"""Default runs repeat the examples of property tests. Runs with `--random` draw more, random examples."""
+"""Default runs repeat the examples of property tests. Runs with `--random` draw more examples, at random."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def with_fences(text: str) -> str:
     lines: list[str] = []
     is_open = False
     for line in text.split("\n"):
-        starts = line.lstrip().startswith(">>>")
-        if starts and not is_open:
+        is_example_line = line.lstrip().startswith(">>>")
+        if is_example_line and not is_open:
             lines.append("```pycon")
             is_open = True
         elif is_open and not line.strip():

@@ -56,11 +56,11 @@ def main() -> None:
     with LLM(options.model, max_batch_size=16) as llm:
         outputs = llm.chat(chats, params)
     results: dict[str, list[bool]] = defaultdict(list)
-    for output, (question, things) in zip(outputs, expected, strict=True):
+    for output, (question, num_shapes) in zip(outputs, expected, strict=True):
         is_correct = output.text.strip() == question.answer
         results[question.kind].append(is_correct)
         if question.kind == "describe":
-            results[f"describe, {things} shapes"].append(is_correct)
+            results[f"describe, {num_shapes} shapes"].append(is_correct)
     rates = {kind: (sum(values) / len(values), len(values)) for kind, values in sorted(results.items())}
     for kind, (rate, count) in rates.items():
         print(f"{kind:20} {rate:.3f}  of {count}")

@@ -29,11 +29,11 @@ from penstock import LLM
 def held_out_sentences(count: int, seed: int) -> list[str]:
     """Return distinct sentences that are not in the texts and pairs of the demo voice's training."""
     rng = random.Random(seed)
-    known, training_pairs_text = set(training_texts(7, 14_000, 4_500)), " ".join(sentence_pairs(12, 700))
+    used_texts, training_pairs_text = set(training_texts(7, 14_000, 4_500)), " ".join(sentence_pairs(12, 700))
     texts: list[str] = []
     while len(texts) < count:
-        if (text := sentence(rng)) not in known and text not in training_pairs_text:
-            known.add(text)
+        if (text := sentence(rng)) not in used_texts and text not in training_pairs_text:
+            used_texts.add(text)
             texts.append(text)
     return texts
 
@@ -46,15 +46,15 @@ def word_error_rate(texts: list[str], speech: list[Tensor], recognizer: Recogniz
     return errors / sum(map(len, expected))
 
 
-def save_spectrogram(path: Path, rows: dict[str, Tensor]) -> None:
-    """Draw the log mel spectra of waveforms, one below another."""
+def save_spectrogram(path: Path, waveforms: dict[str, Tensor]) -> None:
+    """Write an image with the log mel spectra of waveforms, one below another."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(rows), 1, figsize=(9, 2.6 * len(rows)), squeeze=False)
-    for axis, (title, samples) in zip(axes[:, 0], rows.items(), strict=True):
+    figure, axes = pyplot.subplots(len(waveforms), 1, figsize=(9, 2.6 * len(waveforms)), squeeze=False)
+    for axis, (title, samples) in zip(axes[:, 0], waveforms.items(), strict=True):
         axis.imshow(log_mel(samples[None])[0], origin="lower", aspect="auto")
         axis.set_title(title)
         axis.set_xlabel("frames of 10 ms")
@@ -106,17 +106,18 @@ def main() -> None:
             for waveforms in (model_speech, espeak_speech)
         ]
         print(f"word error rate, recognizer with {name}: demo voice {rates[0]:.3f}, espeak-ng {rates[1]:.3f}")
-    same = [mel_distance(*pair) for pair in zip(model_speech, espeak_speech, strict=True)]
+    distances = [mel_distance(*pair) for pair in zip(model_speech, espeak_speech, strict=True)]
     other_sentences = espeak_speech[1:] + espeak_speech[:1]
-    control = [mel_distance(*pair) for pair in zip(model_speech, other_sentences, strict=True)]
+    control_distances = [mel_distance(*pair) for pair in zip(model_speech, other_sentences, strict=True)]
+    num_nearer = sum(a < b for a, b in zip(distances, control_distances, strict=True))
     print(
-        f"mel distance: same sentence {sum(same) / len(same):.3f}, another sentence "
-        f"{sum(control) / len(control):.3f}; nearer to the same sentence in "
-        f"{sum(a < b for a, b in zip(same, control, strict=True))} of {len(same)}"
+        f"mel distance: same sentence {sum(distances) / len(distances):.3f}, another sentence "
+        f"{sum(control_distances) / len(control_distances):.3f}; the same sentence is nearer for "
+        f"{num_nearer} of {len(distances)} sentences"
     )
     if options.spectrogram:
-        rows = {f"demo voice: {texts[0]}": model_speech[0], "espeak-ng": espeak_speech[0]}
-        save_spectrogram(options.spectrogram, rows)
+        first_speech = {f"demo voice: {texts[0]}": model_speech[0], "espeak-ng": espeak_speech[0]}
+        save_spectrogram(options.spectrogram, first_speech)
 
 
 if __name__ == "__main__":

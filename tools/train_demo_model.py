@@ -44,8 +44,8 @@ TRAIN_SAMPLE_SEED_OFFSET = 2_000_003
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The architecture: a Llama small enough for the repository."""
+class ModelSizes:
+    """The sizes of a Llama. The defaults are the sizes of the demo model."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -59,7 +59,7 @@ class Shape:
     norm_eps: float = 1e-5
 
     def to_llama_config(self) -> dict[str, Any]:
-        """Return the shape as the ``config.json`` of a ``LlamaForCausalLM``."""
+        """Return the sizes as the ``config.json`` of a ``LlamaForCausalLM``."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -97,29 +97,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """A layer. The q, k and v projections are fused for speed, and the gate and up projections too."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        self.shape = shape
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        self.attention_norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.qkv = nn.Linear(shape.hidden_size, heads * shape.head_dim, bias=False)
-        self.attention_out = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
-        self.mlp_norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.mlp_size, bias=False)
-        self.down = nn.Linear(shape.mlp_size, shape.hidden_size, bias=False)
+        self.sizes = sizes
+        heads = sizes.num_heads + 2 * sizes.num_kv_heads
+        self.attention_norm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.qkv = nn.Linear(sizes.hidden_size, heads * sizes.head_dim, bias=False)
+        self.attention_out = nn.Linear(sizes.num_heads * sizes.head_dim, sizes.hidden_size, bias=False)
+        self.mlp_norm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.gate_up = nn.Linear(sizes.hidden_size, 2 * sizes.mlp_size, bias=False)
+        self.down = nn.Linear(sizes.mlp_size, sizes.hidden_size, bias=False)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Return causal attention, computed with matrix products.
 
         For short rows, matrix products are faster than the fused CPU kernel of torch.
         """
-        shape, (rows, length, _) = self.shape, x.shape
-        heads = self.qkv(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
-        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+        sizes, (rows, length, _) = self.sizes, x.shape
+        heads = self.qkv(x).view(rows, length, -1, sizes.head_dim).transpose(1, 2)
+        q, k, v = heads.split([sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads], 1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        group = shape.num_heads // shape.num_kv_heads
+        group = sizes.num_heads // sizes.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = (q * shape.head_dim**-0.5) @ k.transpose(-1, -2) + mask
+        scores = (q * sizes.head_dim**-0.5) @ k.transpose(-1, -2) + mask
         mixed = torch.softmax(scores, -1, dtype=scores.dtype) @ v
         return self.attention_out(mixed.transpose(1, 2).reshape(rows, length, -1))
 
@@ -133,12 +133,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A Llama with tied embeddings for training, without a KV cache."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.norm = nn.RMSNorm(sizes.hidden_size, sizes.norm_eps)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -146,7 +146,7 @@ class Model(nn.Module):
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 is_scaled = name.endswith(("attention_out.weight", "down.weight"))
-                scale = math.sqrt(2 * self.shape.num_layers) if is_scaled else 1
+                scale = math.sqrt(2 * self.sizes.num_layers) if is_scaled else 1
                 nn.init.normal_(weight, std=0.02 / scale)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -161,19 +161,19 @@ class Model(nn.Module):
 
     def _tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotary cosines and sines [T, D] and the causal mask [T, T]."""
-        exponents = torch.arange(0, self.shape.head_dim, 2).float() / self.shape.head_dim
-        angles = torch.outer(torch.arange(length).float(), self.shape.rope_theta**-exponents)
+        exponents = torch.arange(0, self.sizes.head_dim, 2).float() / self.sizes.head_dim
+        angles = torch.outer(torch.arange(length).float(), self.sizes.rope_theta**-exponents)
         angles = torch.cat((angles, angles), -1)
         mask = torch.full((length, length), float("-inf")).triu(1)
         return angles.cos().to(dtype), angles.sin().to(dtype), mask.to(dtype)
 
     def llama_state(self) -> dict[str, Tensor]:
         """Return the weights in bfloat16 under their Hugging Face names. Fused weights are split."""
-        shape = self.shape
-        kv = shape.num_kv_heads * shape.head_dim
+        sizes = self.sizes
+        kv = sizes.num_kv_heads * sizes.head_dim
         state = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
         for index, block in enumerate(self.blocks):
-            q, k, v = block.qkv.weight.split([shape.num_heads * shape.head_dim, kv, kv])
+            q, k, v = block.qkv.weight.split([sizes.num_heads * sizes.head_dim, kv, kv])
             gate, up = block.gate_up.weight.chunk(2)
             tensors = {
                 "input_layernorm": block.attention_norm.weight,
@@ -230,7 +230,7 @@ def row_length(fraction: float) -> int:
     return 256 if fraction < 0.45 else 512 if fraction < 0.9 else 1024
 
 
-def micro_batches(fraction: float) -> int:
+def num_micro_batches(fraction: float) -> int:
     """Return the number of micro-batches per step, which grows with the fraction of the time."""
     return 1 if fraction < 0.5 else 2 if fraction < 0.85 else 4
 
@@ -250,13 +250,13 @@ def next_batch(packer: Packer, length: int) -> tuple[Tensor, Tensor]:
 
 def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, int]:
     """Compute the gradients of one step. Return the weighted loss and the number of predicted tokens."""
-    batches = [next_batch(packer, row_length(fraction)) for _ in range(micro_batches(fraction))]
-    total = sum(weights.sum() for _, weights in batches)
+    batches = [next_batch(packer, row_length(fraction)) for _ in range(num_micro_batches(fraction))]
+    total_weight = sum(weights.sum() for _, weights in batches)
     loss = 0.0
     for ids, weights in batches:
-        part = (token_losses(model, ids) * weights).sum() / total
-        part.backward()
-        loss += part.item()
+        batch_loss = (token_losses(model, ids) * weights).sum() / total_weight
+        batch_loss.backward()
+        loss += batch_loss.item()
     return loss, sum(weights.numel() for _, weights in batches)
 
 
@@ -276,14 +276,14 @@ def make_optimizer(model: Model, peak: float) -> torch.optim.AdamW:
 
 
 class Trainer:
-    """A training run: model, optimizer and data, saved and restored together."""
+    """A training run. A checkpoint has the model, the optimizer and the progress, but not the data."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         options.checkpoints.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(options.seed)
         self.tokenizer = self._load_or_train_tokenizer()
-        self.model = Model(Shape())
+        self.model = Model(ModelSizes())
         if options.start is not None:
             self.model.load_llama_state(load_file(options.start / "model.safetensors"))
         self.optimizer = make_optimizer(self.model, options.learning_rate)
@@ -293,17 +293,17 @@ class Trainer:
             self._restore()
         # A resumed run reads another stream of documents. The same stream would repeat its beginning.
         self.packer = Packer(encoder, options.seed + self.progress.step)
-        held_out = Packer(encoder, options.seed + HELD_OUT_SEED_OFFSET, held_out=True, distinct=True)
-        self.held_out = [next_batch(held_out, 512) for _ in range(NUM_MEASURED_BATCHES)]
-        sample = Packer(encoder, options.seed + TRAIN_SAMPLE_SEED_OFFSET, distinct=True)
-        self.train_sample = [next_batch(sample, 512) for _ in range(NUM_MEASURED_BATCHES)]
+        held_out_packer = Packer(encoder, options.seed + HELD_OUT_SEED_OFFSET, held_out=True, distinct=True)
+        self.held_out_batches = [next_batch(held_out_packer, 512) for _ in range(NUM_MEASURED_BATCHES)]
+        sample_packer = Packer(encoder, options.seed + TRAIN_SAMPLE_SEED_OFFSET, distinct=True)
+        self.train_batches = [next_batch(sample_packer, 512) for _ in range(NUM_MEASURED_BATCHES)]
 
     def _load_or_train_tokenizer(self) -> Tokenizer:
         path = self.options.checkpoints / "tokenizer.json"
         if self.options.start is not None:
             shutil.copyfile(self.options.start / "tokenizer.json", path)
         elif not ((self.options.resume or self.options.export_only) and path.exists()):
-            train_tokenizer(self.options.seed, Shape().vocab_size).save(str(path))
+            train_tokenizer(self.options.seed, ModelSizes().vocab_size).save(str(path))
         return Tokenizer.from_file(str(path))
 
     def _save(self) -> None:
@@ -325,37 +325,38 @@ class Trainer:
     def run(self) -> None:
         """Train for ``--minutes``. Print losses and save every 100 steps, and save at the end."""
         progress, budget = self.progress, 60.0 * self.options.minutes
-        recent: list[float] = []
+        recent_losses: list[float] = []
         while progress.seconds < budget:
-            started, fraction = time.perf_counter(), progress.seconds / budget
+            start_time, fraction = time.perf_counter(), progress.seconds / budget
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(fraction, self.options.learning_rate)
             documents_before = self.packer.num_documents
-            loss, tokens = train_step(self.model, self.packer, fraction)
+            loss, num_tokens = train_step(self.model, self.packer, fraction)
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             progress.step += 1
-            progress.tokens += tokens
+            progress.tokens += num_tokens
             progress.documents += self.packer.num_documents - documents_before
-            recent.append(loss)
+            recent_losses.append(loss)
             if progress.step % 100 == 0:
-                self._report(sum(recent) / len(recent), budget)
-                recent.clear()
-            progress.seconds += time.perf_counter() - started
+                self._report(sum(recent_losses) / len(recent_losses), budget)
+                recent_losses.clear()
+            progress.seconds += time.perf_counter() - start_time
         self._save()
 
     def _report(self, loss: float, budget: float) -> None:
         """Measure the held-out loss, print one line, and save a checkpoint."""
         progress = self.progress
-        held_out = measure(self.model, self.held_out[: NUM_MEASURED_BATCHES // 4])
-        entry = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
-        before = progress.history[-1] if progress.history else {"tokens": 0, "seconds": 0.0}
-        speed = (entry["tokens"] - before["tokens"]) / (entry["seconds"] - before["seconds"])
-        progress.history.append(entry | {"train": loss, "held_out": held_out})
+        held_out_loss = measure(self.model, self.held_out_batches[: NUM_MEASURED_BATCHES // 4])
+        report = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
+        previous = progress.history[-1] if progress.history else {"tokens": 0, "seconds": 0.0}
+        speed = (report["tokens"] - previous["tokens"]) / (report["seconds"] - previous["seconds"])
+        progress.history.append(report | {"train": loss, "held_out": held_out_loss})
         print(
             f"step {progress.step}  {progress.tokens / 1e6:.2f} M tokens  loss {loss:.4f}  "
-            f"held-out {held_out:.4f}  {speed:.0f} tokens/s  {(budget - progress.seconds) / 60:.1f} min left",
+            f"held-out {held_out_loss:.4f}  {speed:.0f} tokens/s  "
+            f"{(budget - progress.seconds) / 60:.1f} min left",
             flush=True,
         )
         self._save()
@@ -380,7 +381,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def tokenizer_config(tokenizer: Tokenizer, shape: Shape) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, sizes: ModelSizes) -> dict[str, Any]:
     """Return the ``tokenizer_config.json`` that transformers needs."""
     added = {
         str(index): {
@@ -403,7 +404,7 @@ def tokenizer_config(tokenizer: Tokenizer, shape: Shape) -> dict[str, Any]:
         "pad_token": END_OF_TEXT,
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": shape.max_positions,
+        "model_max_length": sizes.max_positions,
     }
 
 
@@ -411,17 +412,17 @@ def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the model and the tokenizer as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(model.llama_state(), folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", model.shape.to_llama_config())
-    ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
+    write_json(folder / "config.json", model.sizes.to_llama_config())
+    end_ids = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
     generation = {
         "do_sample": True,
         "temperature": 0.5,
         "top_p": 0.9,
-        "eos_token_id": ends,
-        "pad_token_id": ends[1],
+        "eos_token_id": end_ids,
+        "pad_token_id": end_ids[1],
     }
     write_json(folder / "generation_config.json", generation)
-    write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, model.shape))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, model.sizes))
     tokenizer.save(str(folder / "tokenizer.json"))
     shutil.copyfile(TEMPLATE_PATH, folder / "chat_template.jinja")
 
@@ -437,14 +438,16 @@ def finish(trainer: Trainer, folder: Path) -> None:
     """Export the model, and print the losses of the exported weights."""
     export(trainer.model, trainer.tokenizer, folder)
     round_to_bfloat16(trainer.model)
-    train, held_out = measure(trainer.model, trainer.train_sample), measure(trainer.model, trainer.held_out)
+    train_loss = measure(trainer.model, trainer.train_batches)
+    held_out_loss = measure(trainer.model, trainer.held_out_batches)
     progress = trainer.progress
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    num_parameters = sum(p.numel() for p in trainer.model.parameters())
     print(
-        f"exported to {folder}: {parameters} parameters, {progress.step} steps, {progress.tokens} tokens, "
+        f"exported to {folder}: {num_parameters} parameters, "
+        f"{progress.step} steps, {progress.tokens} tokens, "
         f"{progress.documents} documents, {progress.seconds / 60:.1f} minutes; "
-        f"train loss {train:.4f} (perplexity {math.exp(train):.3f}), "
-        f"held-out loss {held_out:.4f} (perplexity {math.exp(held_out):.3f})"
+        f"train loss {train_loss:.4f} (perplexity {math.exp(train_loss):.3f}), "
+        f"held-out loss {held_out_loss:.4f} (perplexity {math.exp(held_out_loss):.3f})"
     )
 
 

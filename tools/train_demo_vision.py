@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from demo_vision.model import DemoVision, TowerShape, smolvlm_config
+from demo_vision.model import DemoVision, TowerSizes, smolvlm_config
 from demo_vision.pictures import COLOURS, SHAPES
 from demo_vision.tokens import END, IMAGE, TEMPLATE, Batch, Examples, make_tokenizer
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from train_demo_model import Shape
+from train_demo_model import ModelSizes
 
 NUM_PICTURES = 32
 """Number of pictures in a step."""
@@ -41,9 +41,9 @@ SAVE_INTERVAL = 120.0
 """Seconds between two checkpoints."""
 
 
-def text_shape(vocab_size: int) -> Shape:
+def text_sizes(vocab_size: int) -> ModelSizes:
     """Return the sizes of the decoder for a vocabulary size."""
-    return Shape(
+    return ModelSizes(
         vocab_size=vocab_size,
         hidden_size=128,
         num_layers=3,
@@ -57,15 +57,15 @@ def text_shape(vocab_size: int) -> Shape:
 
 def conversation_mask(segments: Tensor) -> Tensor:
     """Return the mask ``[B, 1, T, T]``: a conversation sees the picture and its own earlier tokens."""
-    is_same = segments[:, :, None] == segments[:, None, :]
-    is_visible = (is_same | (segments == 0)[:, None, :]).tril()
+    is_same_segment = segments[:, :, None] == segments[:, None, :]
+    is_visible = (is_same_segment | (segments == 0)[:, None, :]).tril()
     return torch.zeros(is_visible.shape).masked_fill(~is_visible, float("-inf"))[:, None]
 
 
 def class_loss(scores: Tensor, classes: Tensor) -> Tensor:
     """Return the loss of the second task for ``scores [N, P, K]`` and the true ``classes [N, P, 4]``."""
-    sizes = [len(SHAPES) + 1, len(COLOURS) + 1] * 2
-    parts = scores.float().flatten(0, 1).split(sizes, -1)
+    class_counts = [len(SHAPES) + 1, len(COLOURS) + 1] * 2
+    parts = scores.float().flatten(0, 1).split(class_counts, -1)
     targets = classes.flatten(0, 1).unbind(-1)
     losses = [F.cross_entropy(part, target) for part, target in zip(parts, targets, strict=True)]
     return torch.stack(losses).sum()
@@ -79,9 +79,9 @@ class Trainer:
         options.work.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(options.seed)
         self.tokenizer: Tokenizer = make_tokenizer()
-        self.tower = TowerShape()
-        self.shape = text_shape(self.tokenizer.get_vocab_size())
-        self.model = DemoVision(self.tower, self.shape)
+        self.tower = TowerSizes()
+        self.sizes = text_sizes(self.tokenizer.get_vocab_size())
+        self.model = DemoVision(self.tower, self.sizes)
         matrices = [weight for weight in self.model.parameters() if weight.dim() == 2]
         vectors = [weight for weight in self.model.parameters() if weight.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -92,37 +92,39 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
-        sizes = self.tower.num_image_tokens, self.tower.grid, self.tower.image_size
-        self.examples = Examples(self.tokenizer, options.seed + 1 + self.step, *sizes)
+        image_sizes = self.tower.num_image_tokens, self.tower.grid, self.tower.image_size
+        self.examples = Examples(self.tokenizer, options.seed + 1 + self.step, *image_sizes)
 
     def run(self) -> None:
         """Train until all runs together have taken ``--minutes``, and save checkpoints."""
-        budget, saved = 60.0 * self.options.minutes, time.perf_counter()
-        recent: list[tuple[float, float]] = []
+        budget, last_save_time = 60.0 * self.options.minutes, time.perf_counter()
+        recent_losses: list[tuple[float, float]] = []
         while self.seconds < budget:
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             fraction = self.seconds / budget
             rate = min((self.step + 1) / 200, 0.5 + 0.5 * math.cos(math.pi * fraction), 1.0)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.options.learning_rate * max(rate, 0.01)
-            recent.append(self._train_step())
+            recent_losses.append(self._train_step())
             self.step += 1
-            self.seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - start_time
             if self.step % 50 == 0:
-                text, classes = (sum(column) / len(recent) for column in zip(*recent, strict=True))
-                recent.clear()
+                text_loss, patch_loss = (
+                    sum(losses) / len(losses) for losses in zip(*recent_losses, strict=True)
+                )
+                recent_losses.clear()
                 print(
                     f"step {self.step}, {self.seconds / 60:.1f} min, "
-                    f"loss {text:.4f}, loss of patches {classes:.4f}",
+                    f"loss {text_loss:.4f}, loss of patches {patch_loss:.4f}",
                     flush=True,
                 )
-            if time.perf_counter() - saved > SAVE_INTERVAL:
+            if time.perf_counter() - last_save_time > SAVE_INTERVAL:
                 self._save()
-                saved = time.perf_counter()
+                last_save_time = time.perf_counter()
         self._save()
 
     def _train_step(self) -> tuple[float, float]:
-        """Run a step. Return the loss of answers (partly without pictures) and the loss of patches."""
+        """Run a step. Return the loss of the answers (with and without pictures) and that of the patches."""
         batch = self.examples.batch(NUM_PICTURES)
         with torch.autocast("cpu", torch.bfloat16):
             image_embeddings, scores = self.model.encode_images(torch.from_numpy(batch.pixels))
@@ -170,10 +172,11 @@ class Trainer:
         out: Path = self.options.out
         out.mkdir(parents=True, exist_ok=True)
         save_file(self.model.smolvlm_state(), out / "model.safetensors", metadata={"format": "pt"})
-        image, end = self.tokenizer.token_to_id(IMAGE), self.tokenizer.token_to_id(END)
-        write_json(out / "config.json", smolvlm_config(self.tower, self.shape, image, end))
+        image_id, end_id = self.tokenizer.token_to_id(IMAGE), self.tokenizer.token_to_id(END)
+        write_json(out / "config.json", smolvlm_config(self.tower, self.sizes, image_id, end_id))
         write_json(
-            out / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
+            out / "generation_config.json",
+            {"do_sample": False, "eos_token_id": end_id, "pad_token_id": end_id},
         )
         write_json(out / "preprocessor_config.json", processor_config(self.tower.image_size))
         write_json(
@@ -185,7 +188,7 @@ class Trainer:
                 "eos_token": END,
                 "pad_token": END,
                 "clean_up_tokenization_spaces": False,
-                "model_max_length": self.shape.max_positions,
+                "model_max_length": self.sizes.max_positions,
             },
         )
         self.tokenizer.save(str(out / "tokenizer.json"), pretty=False)

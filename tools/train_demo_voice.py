@@ -31,7 +31,7 @@ from demo_voice.espeak import Espeak
 from demo_voice.language_model import (
     SPEECH_END,
     make_rows,
-    make_shape,
+    make_sizes,
     make_tokenizer,
     train_language_model,
 )
@@ -71,8 +71,8 @@ class Training:
     def speech(self) -> None:
         """Generate the speech of all texts with espeak-ng, and store it as int16."""
         speak = Espeak()
-        lists = {"codec": codec_texts(), "model": training_texts(7, 14_000, 4_500)}
-        for name, texts in lists.items():
+        texts_by_model = {"codec": codec_texts(), "model": training_texts(7, 14_000, 4_500)}
+        for name, texts in texts_by_model.items():
             audio = [(speak(text) * 32767).clamp(-32768, 32767).to(torch.int16) for text in texts]
             torch.save(
                 (texts, torch.cat(audio), [len(samples) for samples in audio]),
@@ -106,7 +106,7 @@ class Training:
         texts, codes = torch.load(self._work / "codes.pt", weights_only=True)
         torch.manual_seed(self._options.seed)
         tokenizer = make_tokenizer()
-        model = Model(make_shape(tokenizer))
+        model = Model(make_sizes(tokenizer))
         loss = train_language_model(model, make_rows(tokenizer, texts, codes), self._options.minutes, seed=3)
         print(f"model: loss of held-out texts {loss:.4f}", flush=True)
         torch.save(model.state_dict(), self._work / "model.pt")
@@ -115,14 +115,15 @@ class Training:
         """Write the voice: a Llama checkpoint with a subfolder for the codec."""
         out: Path = self._options.out
         tokenizer = make_tokenizer()
-        shape = make_shape(tokenizer)
-        model = Model(shape)
+        sizes = make_sizes(tokenizer)
+        model = Model(sizes)
         model.load_state_dict(torch.load(self._work / "model.pt", weights_only=True))
         out.mkdir(parents=True, exist_ok=True)
         save_file(model.llama_state(), out / "model.safetensors", metadata={"format": "pt"})
-        end = tokenizer.token_to_id(SPEECH_END)
-        write_json(out / "config.json", shape.to_llama_config() | {"eos_token_id": end, "pad_token_id": end})
-        write_json(out / "generation_config.json", {"do_sample": False, "eos_token_id": end})
+        end_id = tokenizer.token_to_id(SPEECH_END)
+        config = sizes.to_llama_config() | {"eos_token_id": end_id, "pad_token_id": end_id}
+        write_json(out / "config.json", config)
+        write_json(out / "generation_config.json", {"do_sample": False, "eos_token_id": end_id})
         speech = {
             "format": "neutts",
             "codec": "codec",
@@ -145,7 +146,7 @@ class Training:
                 "pad_token": SPEECH_END,
                 "unk_token": "<unk>",
                 "clean_up_tokenization_spaces": False,
-                "model_max_length": shape.max_positions,
+                "model_max_length": sizes.max_positions,
             },
         )
         codec_folder = out / "codec"
@@ -155,8 +156,8 @@ class Training:
             codec_folder / "model.safetensors",
             metadata={"format": "pt"},
         )
-        config = codec_config().to_dict()
-        (codec_folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        config_text = json.dumps(codec_config().to_dict(), indent=2, sort_keys=True)
+        (codec_folder / "config.json").write_text(config_text + "\n")
 
     def _speech(self, name: str) -> tuple[list[str], list[Tensor]]:
         texts, audio, lengths = torch.load(self._work / f"{name}_speech.pt", weights_only=True)

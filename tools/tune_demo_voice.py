@@ -32,7 +32,7 @@ from demo_voice.codec import Codec, train_encoder
 from demo_voice.espeak import Espeak
 from demo_voice.language_model import (
     make_rows,
-    make_shape,
+    make_sizes,
     make_tokenizer,
     prompt_text,
     train_language_model,
@@ -74,10 +74,10 @@ def generate_codes(voice: Path, texts: list[str], temperature: float, seed: int)
         outputs = llm.generate([prompt_text(text) for text in texts], params, use_tqdm=False)
     codes = []
     for output in outputs:
-        numbers = [token - first_code_id for token in output.token_ids]
-        is_whole = len(numbers) < 400
+        offsets = [token - first_code_id for token in output.token_ids]
+        is_complete = len(offsets) < 400
         codes.append(
-            torch.tensor([number for number in numbers if 0 <= number < 4096] if is_whole else []).long()
+            torch.tensor([offset for offset in offsets if 0 <= offset < 4096] if is_complete else []).long()
         )
     return codes
 
@@ -145,14 +145,17 @@ class Tuning:
                 speak.set_speed(speed)
                 candidates.append(codec.encode(speak(phrase)))
             speak.set_speed(150)
-            rows = self._rate_candidates(codec, speak(phrase), split_words(phrase), candidates, recognizers)
-            general, errors, distance, index = min(rows)
+            ratings = self._rate_candidates(
+                codec, speak(phrase), split_words(phrase), candidates, recognizers
+            )
+            general_errors, grammar_errors, distance, index = min(ratings)
             codes_of_phrases[phrase] = candidates[index].to(torch.int16)
             source = "voice" if index < len(candidates) - len(_SPEEDS) else "espeak-ng"
-            num_right = sum(not row[1] for row in rows)
+            num_correct = sum(not rating[1] for rating in ratings)
             print(
-                f"phrase {phrase!r}: general model {general} errors, grammar {errors}, distance "
-                f"{distance:.2f}, from {source}; {num_right} of {len(rows)} without error",
+                f"phrase {phrase!r}: general model {general_errors} errors, grammar {grammar_errors}, "
+                f"distance {distance:.2f}, from {source}; the recognizer with the grammar understands "
+                f"{num_correct} of {len(ratings)} candidates",
                 flush=True,
             )
         torch.save(codes_of_phrases, self._work / "phrases.pt")
@@ -165,17 +168,17 @@ class Tuning:
         candidates: list[Tensor],
         recognizers: list[Recognizer],
     ) -> list[tuple[int, int, float, int]]:
-        """Return a row for each candidate.
+        """Return a rating of each candidate.
 
-        A row has the word errors of the recognizer without and with the grammar, the mel distance to
-        ``reference_speech``, and the index of the candidate.
+        A rating has the word errors of the recognizer without the grammar, those of the recognizer with the
+        grammar, the mel distance to ``reference_speech``, and the index of the candidate.
         """
-        rows = []
+        ratings = []
         for index, codes in enumerate(candidates):
             audio = codec.decode(codes)
             errors = [edit_distance(words, recognizer(audio)) for recognizer in recognizers]
-            rows.append((errors[0], errors[1], mel_distance(audio, reference_speech), index))
-        return rows
+            ratings.append((errors[0], errors[1], mel_distance(audio, reference_speech), index))
+        return ratings
 
     def model(self) -> None:
         """Train the language model further."""
@@ -196,7 +199,7 @@ class Tuning:
             )
             repeated_rows += phrase_rows * count
         torch.manual_seed(self._options.seed)
-        model = Model(make_shape(tokenizer))
+        model = Model(make_sizes(tokenizer))
         model.load_llama_state(load_file(self._options.voice / "model.safetensors"))
         loss = train_language_model(
             model,
@@ -211,7 +214,7 @@ class Tuning:
 
     def export(self) -> None:
         """Write the weights of the language model."""
-        model = Model(make_shape(make_tokenizer()))
+        model = Model(make_sizes(make_tokenizer()))
         model.load_state_dict(torch.load(self._work / "model.pt", weights_only=True))
         save_file(model.llama_state(), self._options.out / "model.safetensors", metadata={"format": "pt"})
 

@@ -100,7 +100,7 @@ def write_snac(name: str) -> None:
 
 
 def write_neucodec() -> None:
-    """Write a NeuCodec checkpoint without the encoder, except ``fc_encoder``, and decoded frames."""
+    """Write a NeuCodec checkpoint (decoder, quantizer and ``fc_encoder``), and decoded frames."""
     from transformers import NeuCodecConfig, NeuCodecModel
 
     torch.manual_seed(0)

@@ -66,8 +66,8 @@ def compressed_tensors(weights: dict[str, Any]) -> ReferenceLayer:
 
     weight_settings = {"type": "int", "symmetric": True, **weights}
     activations = weight_settings.pop("activations", None)
-    types = {16: torch.float8_e4m3fn, 32: torch.uint8} if weight_settings["type"] == "float" else {}
-    scale_type = types.get(weight_settings.get("group_size"))
+    scale_types = {16: torch.float8_e4m3fn, 32: torch.uint8} if weight_settings["type"] == "float" else {}
+    scale_type = scale_types.get(weight_settings.get("group_size"))
     if scale_type is not None:
         weight_settings |= {"scale_dtype": scale_type, "zp_dtype": scale_type}
     arguments = QuantizationArgs(**weight_settings)
@@ -178,9 +178,11 @@ def autoawq(version: str) -> ReferenceLayer:
 
     group_size = 32
     linear, scales, zeros = layer_with_scales_and_zeros(group_size, 4)
-    expanded = [tensor.float().repeat_interleave(group_size, 1) for tensor in (scales, zeros)]
-    codes = ((linear.weight.data.float() / expanded[0]).round() + expanded[1]).clamp(0, 15)
-    expected = (codes - expanded[1]) * expanded[0]
+    input_scales, input_zeros = (
+        tensor.float().repeat_interleave(group_size, 1) for tensor in (scales, zeros)
+    )
+    codes = ((linear.weight.data.float() / input_scales).round() + input_zeros).clamp(0, 15)
+    expected = (codes - input_zeros) * input_scales
     linear.weight.data = expected.half()
     if version == "gemm":
         packed = WQLinear_GEMM.from_linear(
@@ -211,7 +213,7 @@ def torchao(name: str, group_size: int | None = None, **options: Any) -> Referen
 
 
 def torchao_asymmetric() -> ReferenceLayer:
-    """Return a layer of 4-bit integers with zero points that torchao quantizes."""
+    """Return a layer that torchao quantizes to 4-bit integers with zero points."""
     from torchao.quantization import MappingType
 
     asymmetric = MappingType.ASYMMETRIC

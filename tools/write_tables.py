@@ -137,7 +137,7 @@ def code(value: str) -> str:
 
 
 def routes() -> str:
-    """Return the table of routes with their methods, need of an API key, and descriptions."""
+    """Return the table of routes: methods, path, whether an API key is needed, and description."""
     rows = []
     for router in chain.from_iterable(map(_routers, ROUTERS)):
         for route in router.routes:
@@ -145,8 +145,8 @@ def routes() -> str:
                 continue  # static files of the playground
             text = (route.endpoint.__doc__ or "The playground.").strip().splitlines()[0].replace("``", "`")
             methods = " ".join(sorted(route.methods - {"HEAD"}))
-            key = "open" if route.path in middleware.PUBLIC_PATHS else "key"
-            rows.append([methods, code(route.path), key, text])
+            access = "open" if route.path in middleware.PUBLIC_PATHS else "key"
+            rows.append([methods, code(route.path), access, text])
     return table("method | path | access | description", rows)
 
 
@@ -283,8 +283,8 @@ def no_effect() -> str:
         ollama_schema.OllamaShowBody: "/api/show",
     }
     bases = {llama_cpp_schema.LlamaCppBody, ollama_schema.OllamaBody}
-    known = {*parameters.UNSUPPORTED, *_classes_with_refused_fields(schemas.RequestBody)} - bases
-    assert set(places) == known, set(places) ^ known
+    kinds = {*parameters.UNSUPPORTED, *_classes_with_refused_fields(schemas.RequestBody)} - bases
+    assert set(places) == kinds, set(places) ^ kinds
     rows: dict[tuple[str, str, str], list[str]] = {}
     for kind in places:
         for name, field in parameters.unsupported_fields(kind).items():
@@ -385,11 +385,10 @@ def _describe_values(schema: Mapping[str, Any]) -> str:
 
 
 def _plural(words: str) -> str:
-    first, bracket, rest = words.partition(" (")
-    known = {"text": "texts", "whole number": "whole numbers", "number": "numbers"}
-    return (
-        known.get(first, first.replace("list of", "lists of").replace("object:", "objects:")) + bracket + rest
-    )
+    kind, bracket, bounds = words.partition(" (")
+    plurals = {"text": "texts", "whole number": "whole numbers", "number": "numbers"}
+    plural = plurals.get(kind, kind.replace("list of", "lists of").replace("object:", "objects:"))
+    return plural + bracket + bounds
 
 
 def errors() -> str:
@@ -420,10 +419,9 @@ def metric_names() -> str:
     }
     for family in server_metrics.registry.collect():
         ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
-        by = ", ".join(map(code, labels[family.name]))
-        rows.append(
-            [code(family.name + ending), family.type, family.documentation + (f"; by {by}" if by else "")]
-        )
+        label_names = ", ".join(map(code, labels[family.name]))
+        description = family.documentation + (f"; by {label_names}" if label_names else "")
+        rows.append([code(family.name + ending), family.type, description])
     for metric in metrics.ENGINE_METRICS:
         kind = "counter" if metric.name.endswith("_total") else "gauge"
         rows.append([code(metric.name), kind, metric.help])
@@ -477,7 +475,7 @@ TASKS = {
     PipelineTask.SPEECH_TOKEN_GENERATION: "speech",
     PipelineTask.AUDIO_GENERATION: "speech",
 }
-"""The tasks in the table of architectures."""
+"""Pipeline task -> its name in the table of architectures."""
 
 GGUF_NAMES: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("gemma2",),
@@ -542,8 +540,8 @@ def checkpoint_formats() -> str:
             continue
         text = (importlib.import_module(type(checkpoint_format).__module__).__doc__ or "").split("\n\n")[0]
         description = " ".join(text.split()).partition(": ")[2].rstrip(".")
-        kept = ", ".join(map(code, checkpoint_format.kept_encodings)) or "none: layers are dequantized"
-        rows.append([", ".join(map(code, checkpoint_format.quant_methods)), description, kept])
+        encodings = ", ".join(map(code, checkpoint_format.kept_encodings)) or "none: layers are dequantized"
+        rows.append([", ".join(map(code, checkpoint_format.quant_methods)), description, encodings])
     return table("quant_method | layers | encodings of the loaded layers", rows)
 
 
@@ -581,7 +579,7 @@ def peft_fields() -> str:
         [code(name), "no effect on a trained adapter"] for name in sorted(adapter_config._IGNORED_FIELDS)
     ]
     refused = sorted(adapter_config._REFUSED_FIELDS.items())
-    rows += [[code(name), f"refused if set: {what}"] for name, what in refused]
+    rows += [[code(name), f"refused if set: {reason}"] for name, reason in refused]
     return table("field | treatment", sorted(rows))
 
 

@@ -225,10 +225,10 @@ def _read(files: tuple[Path, ...]) -> list[dict[str, Any]]:
 
 def _commit() -> str:
     """Return the git commit of the source tree."""
-    found = subprocess.run(
+    completed = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return found.stdout.strip() or "not a git checkout"
+    return completed.stdout.strip() or "not a git checkout"
 
 
 def _machine(threads: int) -> str:

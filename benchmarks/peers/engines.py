@@ -59,13 +59,13 @@ class Engine:
         watch_memory: bool = False,
     ) -> None:
         self.log = log
-        self._started = perf_counter()
-        with log.open("w") as printed:
+        self._start_time = perf_counter()
+        with log.open("w") as log_file:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=printed,
+                stderr=log_file,
                 text=True,
                 cwd=ROOT,
                 env={**_inherited_environment(), "PYTHONPATH": str(ROOT), **environment},
@@ -77,7 +77,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.seconds_to_load = perf_counter() - self._started
+        self.seconds_to_load = perf_counter() - self._start_time
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +110,7 @@ class Engine:
 
     def seconds_since_start(self) -> float:
         """Return the seconds since the process was started."""
-        return perf_counter() - self._started
+        return perf_counter() - self._start_time
 
     def peak_bytes(self) -> int:
         """Stop sampling and return the peak anonymous and shared memory of the process and its children."""
@@ -141,9 +141,9 @@ class Engine:
             line = ""
         if not line:
             code = self._process.wait()
-            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
+            last_lines = "\n".join(self.log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
             raise EngineError(
-                f"the engine ended with exit status {code}; the last lines of {self.log}:\n{end}"
+                f"the engine ended with exit status {code}; the last lines of {self.log}:\n{last_lines}"
             )
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)

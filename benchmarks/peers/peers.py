@@ -14,8 +14,8 @@ from benchmarks.peers.engines import ROOT
 DEFAULT_FOLDER = Path.home() / ".cache" / "penstock-peers"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 
-# Requirements in vLLM's metadata that set_up() does not install. pip would install GPU builds of the torch
-# packages.
+# Packages that set_up() removes from the requirements in vLLM's metadata, because pip would install GPU
+# builds of the torch packages. set_up() adds torch in the version of constraints.txt.
 _VLLM_EXCLUDED = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 _PRINT_VLLM_REQUIREMENTS = f"""
 import importlib.metadata

@@ -48,7 +48,7 @@ def format_number(value: float) -> str:
 def plot(reports: Sequence[Report], path: Path) -> None:
     """Draw the ratio of each figure as a bar, the range of the pairs' ratios, and a line at ratio 1.
 
-    If less is better, the ratio is inverted. A longer bar is always better for Penstock.
+    If a smaller value is better, the ratio is inverted. A longer bar is always better for Penstock.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

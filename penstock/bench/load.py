@@ -29,19 +29,19 @@ class Load:
     rate: float | None = None
     """Mean number of requests per second (a Poisson process). With a rate, the load is an open loop."""
     timeout: float = 600.0
-    """Number of seconds after which a request counts as failed. In an open loop, this
-    includes the wait because of ``concurrency``."""
+    """Number of seconds after which a request counts as failed. In an open loop, the seconds include the wait
+    of a due request because of ``concurrency``."""
     seed: int = 0
 
 
 @dataclass
 class Measurement:
-    """The outcomes of a complete or interrupted run."""
+    """The outcomes of a complete or interrupted run. Times are in seconds of ``time.perf_counter``."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     """One outcome for each request that was sent or was due."""
-    started: float = 0.0
-    ended: float = 0.0
+    start_time: float = 0.0
+    end_time: float = 0.0
     is_interrupted: bool = False
     round_trips: list[float] = field(default_factory=list)
     """Round-trip times in seconds, measured before the load test by the function `round_trips`."""
@@ -49,7 +49,7 @@ class Measurement:
     @property
     def seconds(self) -> float:
         """Seconds from the start to the end of the run."""
-        return self.ended - self.started
+        return self.end_time - self.start_time
 
 
 async def measure(
@@ -71,8 +71,8 @@ async def measure(
         path: the path of the endpoint.
         bodies: the bodies of the requests.
         load: the concurrency or the rate.
-        stop: stops the measurement when it is set. All requests that have not ended are
-            cancelled and counted as ``interrupted``.
+        stop: stops the measurement when it is set. All requests that have been sent or are due and have not
+            ended are cancelled and counted as ``interrupted``.
         on_end: called with the outcome of each request that has ended or is cancelled.
     """
     run = _Run(client, path, load, on_end)
@@ -88,7 +88,7 @@ async def measure(
         await run.cancel_requests()
     if not send_task.cancelled():
         send_task.result()
-    run.measurement.ended = time.perf_counter()
+    run.measurement.end_time = time.perf_counter()
     return run.measurement
 
 
@@ -115,7 +115,7 @@ class _Run:
         self._load = load
         self._on_end = on_end
         self._tasks: set[asyncio.Task[None]] = set()
-        self.measurement = Measurement(started=time.perf_counter())
+        self.measurement = Measurement(start_time=time.perf_counter())
 
     async def run_closed_loop(self, bodies: Sequence[Mapping[str, object]]) -> None:
         """Send all requests. The next request is sent when a request ends."""
@@ -133,14 +133,10 @@ class _Run:
         """Send all requests, each when it is due."""
         assert self._load.rate is not None
         slots = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
-
-        async def send_when_due(index: int, body: Mapping[str, object], due: float) -> None:
-            await self._send(index, body, due, slots)
-
         for index, (body, delay) in enumerate(zip(bodies, self._arrivals(), strict=False)):
-            due = self.measurement.started + delay
+            due = self.measurement.start_time + delay
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            self._tasks.add(asyncio.ensure_future(send_when_due(index, body, due)))
+            self._tasks.add(asyncio.ensure_future(self._send(index, body, due, slots)))
         await asyncio.gather(*self._tasks)
 
     async def cancel_requests(self) -> None:
@@ -165,9 +161,9 @@ class _Run:
         self.measurement.outcomes.append(outcome)
         try:
             async with asyncio.timeout(self._load.timeout), slots or _NO_LIMIT:
-                outcome.sent = time.perf_counter()
+                outcome.sent_time = time.perf_counter()
                 answer = await self._client.post(self._path, body)
-            outcome.ended = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
+            outcome.end_time = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
             read_response(outcome, answer)
         except TimeoutError:
             outcome.record_error("timeout", f"no complete response after {self._load.timeout:g} s")
@@ -179,7 +175,7 @@ class _Run:
             outcome.record_error(INTERRUPTED)
             raise
         finally:
-            outcome.ended = outcome.ended or time.perf_counter()
+            outcome.end_time = outcome.end_time or time.perf_counter()
             self._on_end(outcome)
 
 

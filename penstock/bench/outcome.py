@@ -15,11 +15,11 @@ class Outcome:
     """The outcome of one request. Times are in seconds of ``time.perf_counter``."""
 
     index: int
-    scheduled: float
+    scheduled_time: float
     """The time when the request was due. Latencies are measured from this time, so they include delays of the
     client."""
-    sent: float = 0.0
-    ended: float = 0.0
+    sent_time: float = 0.0
+    end_time: float = 0.0
     text_times: list[float] = field(default_factory=list)
     """The arrival times of the stream events with text or tool calls. An event can contain several tokens."""
     prompt_tokens: int = 0
@@ -36,12 +36,12 @@ class Outcome:
     @property
     def seconds(self) -> float:
         """Seconds from the due time to the end."""
-        return self.ended - self.scheduled
+        return self.end_time - self.scheduled_time
 
     @property
     def first_token_seconds(self) -> float | None:
         """Seconds from the due time to the first text; None without text or without streaming."""
-        return self.text_times[0] - self.scheduled if self.text_times else None
+        return self.text_times[0] - self.scheduled_time if self.text_times else None
 
     @property
     def token_seconds(self) -> float | None:

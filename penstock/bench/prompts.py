@@ -146,10 +146,10 @@ async def _request_json(client: HttpClient, path: str, body: object = None) -> A
 
 def _parse_prompt(path: Path, line_number: int, line: str) -> BenchPrompt:
     try:
-        entry = msgspec.json.decode(line)
+        value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise InputError(f"{path}, line {line_number}: {error}") from None
-    prompt = entry.get("messages", entry.get("prompt")) if isinstance(entry, dict) else entry
+    prompt = value.get("messages", value.get("prompt")) if isinstance(value, dict) else value
     if not isinstance(prompt, str | list) or not prompt:
         raise InputError(f"{path}, line {line_number} has neither a prompt nor messages")
     return prompt

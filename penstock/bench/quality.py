@@ -82,10 +82,10 @@ def log_probs_of_texts(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Ten
         pipeline.release(context)
 
 
-def compare(expected: LLM, candidate: LLM, texts: Sequence[Sequence[int]]) -> Quality:
-    """Compare ``candidate`` with ``expected`` on ``texts``."""
-    comparisons = compare_all({"expected": expected, "candidate": candidate}, texts, ["expected"])
-    return comparisons["candidate"]["expected"]
+def compare(reference: LLM, candidate: LLM, texts: Sequence[Sequence[int]]) -> Quality:
+    """Compare ``candidate`` with ``reference`` on ``texts``."""
+    comparisons = compare_all({"reference": reference, "candidate": candidate}, texts, ["reference"])
+    return comparisons["candidate"]["reference"]
 
 
 def compare_all(
@@ -104,8 +104,8 @@ def compare_all(
         log_probs_by_model = {
             name: log_probs[:-1] for name, log_probs in zip(models, log_probs_of_models, strict=True)
         }
-        for (name, reference), counts in sums_by_pair.items():
-            counts.add(log_probs_by_model[reference], log_probs_by_model[name], targets)
+        for (name, reference), sums in sums_by_pair.items():
+            sums.add(log_probs_by_model[reference], log_probs_by_model[name], targets)
     return {
         name: {reference: sums_by_pair[name, reference].quality() for reference in references}
         for name in models
@@ -121,10 +121,16 @@ class _QualitySums:
     num_agreeing: int = 0
     num_tokens: int = 0
 
-    def add(self, reference: Tensor, model: Tensor, targets: Tensor) -> None:  # [T, V], [T, V], [T]
-        self.total_loss -= float(model.gather(1, targets[:, None]).double().sum())
-        self.total_divergence += float((reference.exp() * (reference - model)).double().sum())
-        self.num_agreeing += int((reference.argmax(-1) == model.argmax(-1)).sum())
+    def add(
+        self,
+        reference_log_probs: Tensor,  # [T, V]
+        log_probs: Tensor,  # [T, V]
+        targets: Tensor,  # [T]
+    ) -> None:
+        differences = reference_log_probs - log_probs
+        self.total_loss -= float(log_probs.gather(1, targets[:, None]).double().sum())
+        self.total_divergence += float((reference_log_probs.exp() * differences).double().sum())
+        self.num_agreeing += int((reference_log_probs.argmax(-1) == log_probs.argmax(-1)).sum())
         self.num_tokens += len(targets)
 
     def quality(self) -> Quality:

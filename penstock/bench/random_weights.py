@@ -238,11 +238,11 @@ def write_random_tensors(
         stream.write(len(text).to_bytes(8, "little") + text)
         value_index = 0
         for shape in shapes.values():
-            source, remaining = (random_values if len(shape) > 1 else ones), prod(shape)
-            while remaining > 0:
-                values = source[value_index : value_index + remaining]
+            source, num_remaining = (random_values if len(shape) > 1 else ones), prod(shape)
+            while num_remaining > 0:
+                values = source[value_index : value_index + num_remaining]
                 stream.write(values.view(torch.uint8).numpy().data)
-                remaining -= len(values)
+                num_remaining -= len(values)
                 value_index = (value_index + len(values)) % _NUM_RANDOM_VALUES
 
 

@@ -64,30 +64,30 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     wrap_title(figure, title)
     request_times, throughput, latencies, event_gaps = figure.subplots(2, 2).flat
 
-    start = measurement.started
+    start = measurement.start_time
     request_times.set(title="requests", xlabel="due at, s", ylabel="s")
     request_times.scatter(
-        [outcome.scheduled - start for outcome in successful_outcomes],
+        [outcome.scheduled_time - start for outcome in successful_outcomes],
         [outcome.seconds for outcome in successful_outcomes],
         s=9,
         label="end",
     )
     streamed_outcomes = [outcome for outcome in successful_outcomes if outcome.text_times]
     request_times.scatter(
-        [outcome.scheduled - start for outcome in streamed_outcomes],
-        [outcome.text_times[0] - outcome.scheduled for outcome in streamed_outcomes],
+        [outcome.scheduled_time - start for outcome in streamed_outcomes],
+        [outcome.text_times[0] - outcome.scheduled_time for outcome in streamed_outcomes],
         s=9,
         label="first token",
     )
     if failed_outcomes:
         points = (
-            [outcome.scheduled - start for outcome in failed_outcomes],
+            [outcome.scheduled_time - start for outcome in failed_outcomes],
             [outcome.seconds for outcome in failed_outcomes],
         )
         request_times.scatter(*points, s=20, marker="x", color="red", label="failed")
     request_times.legend()
 
-    ends = sorted((outcome.ended - start, outcome.completion_tokens) for outcome in successful_outcomes)
+    ends = sorted((outcome.end_time - start, outcome.completion_tokens) for outcome in successful_outcomes)
     total, token_counts = 0, [(0.0, 0)]
     for end, tokens in ends:
         total += tokens
@@ -99,7 +99,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         latencies,
         "latency from the due time",
         {
-            "first token": [outcome.text_times[0] - outcome.scheduled for outcome in streamed_outcomes],
+            "first token": [outcome.text_times[0] - outcome.scheduled_time for outcome in streamed_outcomes],
             "end": [outcome.seconds for outcome in successful_outcomes],
         },
     )

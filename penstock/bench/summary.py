@@ -122,15 +122,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_report(measurement: Measurement, settings: dict[str, object]) -> dict[str, object]:
     """Return a measurement as data for JSON: the settings, the summary, and each request."""
-    start = measurement.started
+    start = measurement.start_time
     return {
         "settings": settings,
         "summary": msgspec.to_builtins(Summary.from_measurement(measurement)),
         "requests": [
             {
                 "index": outcome.index,
-                "scheduled": outcome.scheduled - start,
-                "sent": outcome.sent - start if outcome.sent else None,
+                "scheduled": outcome.scheduled_time - start,
+                "sent": outcome.sent_time - start if outcome.sent_time else None,
                 "time_to_first_token": outcome.first_token_seconds,
                 "end_to_end": outcome.seconds,
                 "prompt_tokens": outcome.prompt_tokens,

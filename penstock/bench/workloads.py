@@ -39,7 +39,8 @@ WORKLOADS = {
     "prefill": "one prompt: prompt tokens per second",
     "batch": "several concurrent prompts: output tokens per second over the whole run",
     "start": "a new process, with its files in the page cache: seconds from its start to the first token",
-    "memory": "a new process: peak of its anonymous memory (without mapped files) until the first token",
+    "memory": "a new process: peak of its anonymous memory (without mapped files) until it has generated a"
+    " token and packed all weights",
     "step": "one decode step; Python: the step time minus the time of the step's compiled kernels, or, if the"
     " step is not compiled, the step time of a tiny model with the same number and types of layers",
 }
@@ -88,7 +89,7 @@ class Figure:
 class _TimedRunner(BatchRunner):
     """A `BatchRunner` that records when the last call of `run` returned its first tokens."""
 
-    first_time: float = 0.0
+    first_token_time: float = 0.0
     """The time of the first tokens, in seconds of `perf_counter`."""
     num_first_tokens: int = 0
     """The number of tokens in the first outputs. A scheduler call can generate several tokens per prompt."""
@@ -97,7 +98,7 @@ class _TimedRunner(BatchRunner):
         self.num_first_tokens = 0
         for returned_builders in super().run(builders, seconds=seconds):
             if not self.num_first_tokens:
-                self.first_time = perf_counter()
+                self.first_token_time = perf_counter()
                 counts = [
                     builder.num_new_tokens
                     for builder in returned_builders
@@ -114,9 +115,9 @@ class InstrumentedLLM(LLM):
     _runner: _TimedRunner
 
     @property
-    def first_time(self) -> float:
+    def first_token_time(self) -> float:
         """The time of the first tokens, in seconds of `perf_counter`."""
-        return self._runner.first_time
+        return self._runner.first_token_time
 
     @property
     def num_first_tokens(self) -> int:
@@ -265,7 +266,7 @@ class Bench:
         """Return the mean seconds of a decode step of one context, without the steps of the first output."""
         count, prompts = self.sizes.new_tokens, self._random_prompts(llm, 1, self.sizes.prompt_length)
         total_seconds = _generation_seconds(llm, prompts, count)
-        seconds_after_first = perf_counter() - llm.first_time
+        seconds_after_first = perf_counter() - llm.first_token_time
         if llm is self._llm:
             self._graph_status = llm.pipeline.session.graph_status
         if llm.num_first_tokens < count:
@@ -332,13 +333,13 @@ def _anonymous_memory(pid: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def kernel_seconds(graph: Graph, runs: int = 50) -> float:
+def kernel_seconds(graph: Graph, num_runs: int = 50) -> float:
     """Return the seconds of the kernels of a compiled step: the median of runs with its last inputs.
 
     ``graph`` must be the last step that ran, because each run writes the same values to the KV cache again.
     """
     durations = []
-    for _ in range(runs):
+    for _ in range(num_runs):
         start = perf_counter()
         graph.run()
         durations.append(perf_counter() - start)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from penstock.ray.config import RayConfig
     from penstock.serve.config import ServeConfig
 
-_BATCHES_AT_ONCE = 2
-"""Number of batches per worker whose requests are submitted at once. One batch runs and one waits."""
+_NUM_CONCURRENT_BATCHES = 2
+"""Number of batches per worker whose requests are submitted concurrently. One batch runs and one waits."""
 
 
 @click.group("batch")
@@ -140,7 +140,7 @@ async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, co
 
                 runner = BatchDispatcher(
                     create_app(services),
-                    _BATCHES_AT_ONCE * worker.info.max_batch_size * pipeline_config.data_parallel_size,
+                    _NUM_CONCURRENT_BATCHES * worker.info.max_batch_size * pipeline_config.data_parallel_size,
                     is_stopping=lambda: False,
                     on_result=write_result,
                 )

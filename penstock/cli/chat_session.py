@@ -104,7 +104,7 @@ class ChatSession:
         return True
 
     def ask(self, question: str) -> None:
-        """Print the answer to a question. After Ctrl-C, the conversation has the part that was printed."""
+        """Print the answer to a question. After Ctrl-C, the conversation has the printed part."""
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         text = {"type": "text", "text": question}
         self._ask({"role": "user", "content": [*parts, text] if parts else question})

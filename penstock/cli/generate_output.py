@@ -18,27 +18,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The duration of a generation, in seconds."""
+    """The durations of the load and of a generation."""
 
-    load: float
+    load_seconds: float
     """From the start of the command until the model is loaded, including the import of torch."""
-    first_token: float
+    first_token_seconds: float
     """From the end of the load to the first piece of text, or to the end if there is no text."""
-    remaining: float
+    remaining_seconds: float
     """From the first piece of text to the end."""
     num_first_tokens: int = 1
     """The number of tokens in the first piece of text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
         """Return the tokens per second after the first piece of text, or in total for a single piece."""
-        if num_tokens > self.num_first_tokens and self.remaining > 0:
-            return (num_tokens - self.num_first_tokens) / self.remaining
-        return num_tokens / max(self.first_token, 1e-9)
+        if num_tokens > self.num_first_tokens and self.remaining_seconds > 0:
+            return (num_tokens - self.num_first_tokens) / self.remaining_seconds
+        return num_tokens / max(self.first_token_seconds, 1e-9)
 
     def summary(self, num_tokens: int) -> str:
         """Return the line about a stream that ``penstock generate`` prints on standard error."""
         return (
-            f"loaded in {self.load:.2f} s, first token after {self.first_token * 1000:.0f} ms, "
+            f"loaded in {self.load_seconds:.2f} s, "
+            f"first token after {self.first_token_seconds * 1000:.0f} ms, "
             f"{num_tokens} tokens at {self.tokens_per_second(num_tokens):.1f} tokens/s"
         )
 
@@ -84,7 +85,7 @@ def print_outputs(
 def print_stream(llm: LLM, stream: TextStream, load_seconds: float, *, as_json: bool) -> None:
     """Print the output of a stream: text as it is generated, or one JSON object at the end."""
     with closing(stream):
-        timings = _print_pieces(stream, load_seconds, silent=as_json)
+        timings = _print_pieces(stream, load_seconds, is_silent=as_json)
         output = stream.output
     if as_json:
         click.echo(json.dumps(_stream_report(output, timings) | speculation_counts(llm), ensure_ascii=False))
@@ -92,17 +93,17 @@ def print_stream(llm: LLM, stream: TextStream, load_seconds: float, *, as_json: 
         click.echo(f"penstock: {timings.summary(output.num_generated_tokens)}", err=True)
 
 
-def _print_pieces(stream: TextStream, load_seconds: float, *, silent: bool) -> Timings:
-    """Print the text as it is generated, unless ``silent``, and return the timings."""
+def _print_pieces(stream: TextStream, load_seconds: float, *, is_silent: bool) -> Timings:
+    """Print the text as it is generated, unless ``is_silent``, and return the timings."""
     start = time.perf_counter()
     first_piece_at, num_first_tokens = None, 1
     for piece in stream:
         if first_piece_at is None:
             first_piece_at, num_first_tokens = time.perf_counter(), stream.num_tokens
-        if not silent:
+        if not is_silent:
             click.echo(piece, nl=False)
     end = time.perf_counter()
-    if not silent:
+    if not is_silent:
         click.echo()
     first_piece_at = first_piece_at or end
     return Timings(load_seconds, first_piece_at - start, end - first_piece_at, num_first_tokens)
@@ -114,8 +115,8 @@ def _stream_report(output: GenerationOutput, timings: Timings) -> dict[str, obje
         **_output_as_json(output),
         "usage": _usage([output]),
         "timings": {
-            "load_s": round(timings.load, 4),
-            "time_to_first_token_s": round(timings.first_token, 4),
+            "load_s": round(timings.load_seconds, 4),
+            "time_to_first_token_s": round(timings.first_token_seconds, 4),
             "tokens_per_s": round(timings.tokens_per_second(num_generated), 2),
         },
     }
@@ -157,7 +158,7 @@ def print_memory_plan(llm: LLM) -> None:
 def speculation_counts(llm: LLM) -> dict[str, object]:
     """Return the speculation counts for the JSON object.
 
-    Empty without speculation, unless a grammar has forced tokens.
+    The result is empty if speculation is disabled and no grammar has forced tokens.
     """
     stats = llm.pipeline.speculation_stats
     is_used = llm.config.speculative.method is not None or stats.num_forced > 0

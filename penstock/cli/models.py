@@ -1,4 +1,4 @@
-"""The models of ``penstock serve``: ``--model PATH,setting=value,...``, given several times."""
+"""The models of ``penstock serve``. Each flag ``--model PATH,setting=value,...`` adds one model."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def command(
 ) -> None:
     """Convert TEXT to speech; by default the text of standard input.
 
-    The model is demo-voice if none is given. Long texts are split at sentences. Prints the duration and the
-    real-time factor on standard error.
+    The model is demo-voice if none is given. Long texts are split into parts, at sentence ends if possible.
+    Prints the duration and the real-time factor on standard error.
     """
     start = time.perf_counter()
     sampling_names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")

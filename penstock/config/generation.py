@@ -27,19 +27,19 @@ _SAMPLING_KEYS: Mapping[str, type[float] | type[int]] = {
 
 
 def complete_sampling_params(
-    given: Mapping[str, object],
+    given_values: Mapping[str, object],
     generation_config: Mapping[str, object],
     path: Path,
     more_defaults: Mapping[str, float] | None = None,
 ) -> SamplingParams:
     """Return sampling parameters with defaults for all values that are not given.
 
-    Precedence: values in ``given`` that are not None, ``generation_config``, ``more_defaults``, OpenAI's
-    defaults. ``"do_sample": false`` in ``generation_config`` means temperature 0. A missing seed is drawn at
-    random.
+    Precedence: values in ``given_values`` that are not None, ``generation_config``, ``more_defaults``,
+    OpenAI's defaults. ``"do_sample": false`` in ``generation_config`` means temperature 0. A missing seed is
+    drawn at random.
 
     Args:
-        given: fields of `SamplingParams`.
+        given_values: fields of `SamplingParams`.
         generation_config: the checkpoint's ``generation_config.json``. Keys other than sampling parameters
             are ignored.
         path: the path of that file, for error messages.
@@ -47,9 +47,9 @@ def complete_sampling_params(
 
     Raises:
         CheckpointError: the file has a value of the wrong type or out of range.
-        InputError: a given value is out of range.
+        InputError: a value in ``given_values`` is out of range.
     """
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in given_values.items() if value is not None}
     defaults = {**OPENAI_DEFAULTS, **(more_defaults or {}), **_sampling_values(generation_config, path)}
     if "seed" not in values:
         values["seed"] = randbits(32)

@@ -80,7 +80,8 @@ def _is_encoding(name: str) -> bool:
     """Return True.
 
     Raises:
-        ConfigError: no encoding has this name. The error of `encoding_named` says more than that of a `Rule`.
+        ConfigError: no encoding has this name. This error of `encoding_named` is more precise than the error
+            of a `Rule` whose check returns False.
     """
     encoding_named(name)
     return True

@@ -181,14 +181,16 @@ class PipelineConfig:
         """If ``deterministic`` is set, check that the encoding supports deterministic results.
 
         The check reads the checkpoint if ``quantization_encoding`` is None.
+
         Raises:
-            ConfigError: the encoding does not support deterministic results; the message lists those that do.
+            ConfigError: the encoding does not support deterministic results. The message lists the encodings
+                that support them.
         """
         if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
-            known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
+            encodings = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
             raise ConfigError(
                 "deterministic",
-                f"needs quantization_encoding to be one of {known}, is {self.model.encoding!r}",
+                f"needs quantization_encoding to be one of {encodings}, is {self.model.encoding!r}",
             )
 
     @classmethod
@@ -218,19 +220,21 @@ class PipelineConfig:
         return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
 
     @classmethod
-    def from_given(cls, given: Mapping[str, tuple[object, str]]) -> PipelineConfig:
+    def from_given(cls, given_values: Mapping[str, tuple[object, str]]) -> PipelineConfig:
         """Build the configuration from flat name -> (converted value, source). Unknown names are ignored.
 
         Raises:
             ConfigError: a value is invalid, or two values contradict each other.
         """
-        given = {field.name: given[field.name] for field in config_fields() if field.name in given}
+        given_values = {
+            field.name: given_values[field.name] for field in config_fields() if field.name in given_values
+        }
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
         for config_field in config_fields():
-            if config_field.name in given:
-                sections[config_field.section][config_field.attribute] = given[config_field.name][0]
+            if config_field.name in given_values:
+                sections[config_field.section][config_field.attribute] = given_values[config_field.name][0]
         return cls(
-            sources={name: source for name, (_, source) in given.items()},
+            sources={name: source for name, (_, source) in given_values.items()},
             **{name: section(**sections[name]) for name, section in _SECTIONS.items()},
             **sections[""],
         )
@@ -253,7 +257,7 @@ class PipelineConfig:
         return rows
 
     def default_sampling_params(
-        self, *, defaults: Mapping[str, float] | None = None, **given: object
+        self, *, defaults: Mapping[str, float] | None = None, **given_values: object
     ) -> SamplingParams:
         """Return sampling parameters with defaults for all values that are not given.
 
@@ -268,10 +272,10 @@ class PipelineConfig:
         from penstock.config.generation import complete_sampling_params
 
         if not self.sampling.use_generation_config:
-            return complete_sampling_params(given, {}, Path(), defaults)
+            return complete_sampling_params(given_values, {}, Path(), defaults)
         path = self.model.checkpoint  # a GGUF file has the values in its metadata
         path = path / "generation_config.json" if path.is_dir() else path
-        return complete_sampling_params(given, self.model.generation_config, path, defaults)
+        return complete_sampling_params(given_values, self.model.generation_config, path, defaults)
 
 
 _SECTIONS: Mapping[str, type] = {

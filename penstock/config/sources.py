@@ -35,11 +35,15 @@ def collect_values(
     values = {name: value for name, value in values.items() if value is not None}
     variables = _environment_values(environment, [*fields_by_name, CONFIG_FILE])
     config_file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
-    given: dict[str, tuple[object, str]] = {}
+    given_values: dict[str, tuple[object, str]] = {}
     if config_file is not None:
         error_source = f"file {config_file}"
         _add_values(
-            given, fields_by_name, _read_config_file(cast(str, config_file)), error_source, error_source
+            given_values,
+            fields_by_name,
+            _read_config_file(cast(str, config_file)),
+            error_source,
+            error_source,
         )
     given_names: dict[str, str] = {}  # flat name -> name or alias in the environment
     for name, text in variables.items():
@@ -50,14 +54,14 @@ def collect_values(
                 f"is another name of {given_names[fields_by_name[name].name]} (from {error_source}): "
                 "give one of them",
             )
-        _add_values(given, fields_by_name, {name: text}, error_source, error_source, from_text=True)
+        _add_values(given_values, fields_by_name, {name: text}, error_source, error_source, from_text=True)
     # Errors about arguments do not name a source, because the caller has just passed the arguments.
-    _add_values(given, fields_by_name, values, source, "", from_text=source == "flag")
-    return given
+    _add_values(given_values, fields_by_name, values, source, "", from_text=source == "flag")
+    return given_values
 
 
 def _add_values(
-    given: dict[str, tuple[object, str]],
+    given_values: dict[str, tuple[object, str]],
     fields_by_name: Mapping[str, ConfigField],
     values: Mapping[str, object],
     source: str,
@@ -65,12 +69,12 @@ def _add_values(
     *,
     from_text: bool = False,
 ) -> None:
-    """Convert the values of one source and add them to ``given``. They replace values of earlier sources.
+    """Convert the values of one source and add them to ``given_values``.
 
-    Values of None are ignored.
+    The values replace those of earlier sources. Values of None are ignored.
 
     Args:
-        given: flat name -> (converted value, source).
+        given_values: flat name -> (converted value, source).
         fields_by_name: name or alias -> field.
         values: name or alias -> value as given.
         source: the source of the values.
@@ -88,7 +92,10 @@ def _add_values(
             origin = f" (from {error_source})" if error_source else ""
             raise ConfigError(name, f"is another name of {given_names[field.name]}{origin}: give one of them")
         plain_value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        given[field.name] = (field.convert(plain_value, from_text=from_text, source=error_source), source)
+        given_values[field.name] = (
+            field.convert(plain_value, from_text=from_text, source=error_source),
+            source,
+        )
 
 
 def _unknown_field_error(name: str, field_names: Iterable[str], error_source: str) -> ConfigError:

@@ -43,9 +43,9 @@ class BeamOptions:
     """Scores are divided by ``length ** length_penalty``. A positive value favours long texts."""
     early_stopping: EarlyStopping = False
     """When the search of a prompt ends before the maximum length. True: when ``num_beams`` beams have
-    finished. False: when also no running beam has a better score than the worst finished beam.
-    ``"never"``: as False, but if ``length_penalty`` is positive, running beams are scored with the maximum
-    length.
+    finished. False: when ``num_beams`` beams have finished and no running beam has a better score than the
+    worst of them. ``"never"``: as False, but if ``length_penalty`` is positive, running beams are scored with
+    the maximum length.
     """
 
     def __post_init__(self) -> None:

@@ -203,6 +203,7 @@ class EmbeddingsMethods:
         Raises:
             InputError: an input cannot be served, the numbers of queries and documents differ, or the model
                 is a classifier with several labels.
+            TaskMismatchError: the model is no embeddings model.
             UnsupportedFeatureError: ``activation`` is given and the model is an embedder.
         """
         self._check_task("LLM.score", PipelineTask.EMBEDDINGS_GENERATION)
@@ -247,6 +248,7 @@ class EmbeddingsMethods:
 
         Raises:
             InputError: see `score`, or ``top_n`` is below 1.
+            TaskMismatchError: see `score`.
             UnsupportedFeatureError: see `score`.
         """
         ranking(np.zeros(0), top_n)  # rejects an invalid top_n before the scores are computed
@@ -271,6 +273,7 @@ class EmbeddingsMethods:
 
         Raises:
             InputError: an input cannot be served.
+            TaskMismatchError: the model is no embeddings model.
             UnsupportedFeatureError: the model has no classification head.
         """
         responses = self.encode(

@@ -51,7 +51,7 @@ def prompts_with_images(
             for each prompt.
 
     Raises:
-        InputError: the list has another length than the prompts.
+        InputError: the list does not have one entry for each prompt.
     """
     batch, is_one_prompt = split_prompts(prompts)
     return list(zip(batch, images_per_prompt(images, len(batch), is_one_prompt=is_one_prompt), strict=True))
@@ -67,7 +67,7 @@ def images_per_prompt(images: object, num_prompts: int, *, is_one_prompt: bool) 
         is_one_prompt: whether a single prompt was given instead of a list.
 
     Raises:
-        InputError: the list has another length than the prompts.
+        InputError: the list does not have one entry for each prompt.
     """
     if images is None:
         return [None] * num_prompts

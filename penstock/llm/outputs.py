@@ -250,7 +250,7 @@ def _cut(rows: LogProbabilities | None, top_n: int | None, tokens: Sequence[int]
 
 
 class TextStream(Iterator[str]):
-    """The generated text of one prompt as a stream of pieces. Joined, the pieces are ``output.text``.
+    """The generated text of one prompt as a stream of pieces. The concatenated pieces are ``output.text``.
 
     >>> stream = llm.stream("Once upon a time")  # doctest: +SKIP
     >>> for piece in stream:  # doctest: +SKIP

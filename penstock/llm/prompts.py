@@ -43,7 +43,7 @@ def as_conversations(messages: ChatMessages | Sequence[ChatMessages]) -> list[ob
     """Return a list of conversations, from a list or a single conversation.
 
     Raises:
-        InputError: ``messages`` is not a list.
+        InputError: ``messages`` is not a sequence, or is a text.
     """
     message_list: object = messages
     if not isinstance(message_list, Sequence) or isinstance(message_list, str | bytes):
@@ -79,7 +79,7 @@ def params_for_each(
     """Return the parameters of each prompt. None means the model's defaults, with a new seed per prompt.
 
     Raises:
-        InputError: the list has a different length than the prompts, or an element of a different type.
+        InputError: the list does not have one element for each prompt, or an element is no `SamplingParams`.
     """
     if sampling_params is None:
         return [config.default_sampling_params() for _ in range(num_prompts)]

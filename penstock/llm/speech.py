@@ -179,7 +179,7 @@ class SpeechMethods:
         audio_prompt_transcription: str = "",
         adapter: str | None = None,
     ) -> Any:
-        """Return the audio of texts. Long texts are split at sentences, whose audio is joined.
+        """Return the audio of texts. Long texts are split into parts, and the audio of the parts is joined.
 
         Args:
             texts: a text, or a list of texts.

@@ -59,6 +59,7 @@ def run_batch(
     Raises:
         MissingDependencyError: Ray is not installed.
         CheckpointError: the checkpoint of the model is missing or invalid.
+        ConfigError: the Ray cluster cannot be reached, or an actor has fewer CPUs than the model needs.
         InputError: the requests cannot be read, or two requests have the same id.
         PenstockError: Ray Data ended without a result for a request. Running the command again continues the
             batch.
@@ -149,12 +150,12 @@ class PendingRows:
     The ``line_number`` of the result is -1 if the request already has a result, else 0.
 
     Args:
-        ids_with_results: a Ray object reference to the set of ids that have results; None if no request has a
+        result_ids_ref: a Ray object reference to the set of ids that have results; None if no request has a
             result.
     """
 
-    def __init__(self, ids_with_results: Any) -> None:
-        self._result_ids_ref = ids_with_results
+    def __init__(self, result_ids_ref: Any) -> None:
+        self._result_ids_ref = result_ids_ref
         self._result_ids: set[str] | None = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def remove_output(output: Path) -> None:
     """Delete an output file or an output folder.
 
     Raises:
-        InputError: the folder contains files that this command does not write.
+        InputError: the folder contains a file whose name does not begin with ``part-``.
     """
     if not output.is_dir():
         output.unlink(missing_ok=True)

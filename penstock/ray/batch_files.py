@@ -16,7 +16,7 @@ from penstock.serve.batches.batch_lines import finished_ids
 
 PARQUET_SUFFIX = ".parquet"
 _ROWS_PER_FILE = 1000
-"""Results per parquet file."""
+"""Maximum number of results per parquet file."""
 
 
 class BatchResult(msgspec.Struct):
@@ -84,7 +84,7 @@ def read_chunk(path: Path, chunk: Chunk) -> Iterator[dict[str, object]]:
 
 
 def _request_id(line: bytes, line_number: int) -> str:
-    """Return the ``custom_id`` of line N, or ``line-N`` unless that is a text of 1 to 512 characters."""
+    """Return the ``custom_id`` of line N if it is a text of 1 to 512 characters, else ``line-N``."""
     try:
         raw_id = msgspec.json.decode(line, type=dict[str, msgspec.Raw]).get("custom_id")
         request_id = None if raw_id is None else msgspec.json.decode(raw_id)
@@ -111,8 +111,8 @@ def pending_row_ids(path: Path, ids_with_results: Container[str]) -> set[str]:
         ids_with_results: the ids of requests that have results.
 
     Raises:
-        InputError: there is no file, a file lacks a required column, two rows have the same ``custom_id``, or
-            a row has none.
+        InputError: the folder has no parquet files, a file lacks a required column, two rows have the same
+            ``custom_id``, or a row has no ``custom_id``.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -120,9 +120,11 @@ def pending_row_ids(path: Path, ids_with_results: Container[str]) -> set[str]:
     pending_ids: set[str] = set()
     for file in parquet_files(path):
         source = ParquetFile(file)
-        missing = [name for name in ("custom_id", "url", "body") if name not in source.schema_arrow.names]
-        if missing:
-            raise InputError(f"{file} has no column {missing[0]}: custom_id, url and body are required")
+        missing_names = [
+            name for name in ("custom_id", "url", "body") if name not in source.schema_arrow.names
+        ]
+        if missing_names:
+            raise InputError(f"{file} has no column {missing_names[0]}: custom_id, url and body are required")
         for batch in source.iter_batches(columns=["custom_id"]):
             for request_id in batch.column(0).to_pylist():
                 if not isinstance(request_id, str) or not request_id:

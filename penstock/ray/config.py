@@ -80,12 +80,14 @@ class RayConfig:
         return self.ray_min_replicas if self.ray_max_replicas is None else self.ray_max_replicas
 
     @classmethod
-    def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> RayConfig:
+    def from_given(cls, given_values: Mapping[str, tuple[Any, str]]) -> RayConfig:
         """Return the configuration for a mapping of flat name -> (converted value, source).
 
         Names of settings of other configuration classes are ignored.
         """
-        settings = {field.name: given[field.name] for field in ray_fields() if field.name in given}
+        settings = {
+            field.name: given_values[field.name] for field in ray_fields() if field.name in given_values
+        }
         values = {name: value for name, (value, _) in settings.items()}
         return cls(sources={name: source for name, (_, source) in settings.items()}, **values)
 

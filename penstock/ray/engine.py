@@ -90,9 +90,9 @@ class RayEngine:
 
     If the replica of a request ends, another replica continues the request. The other replica recomputes the
     KV of the prompt and of the tokens generated so far, as after a preemption. Sampling depends only on the
-    seed and the position, so the output is the same except for rounding differences. A request with images,
-    a grammar or log probabilities, or of a task other than text generation, is repeated only if it has no
-    output yet.
+    seed and the position, so the output is the same as on a single replica, except for rounding differences.
+    A request with images, a grammar or log probabilities, or of a task other than text generation, is
+    repeated only if it has no output yet.
 
     Args:
         replicas: the replicas.
@@ -165,7 +165,7 @@ class RayEngine:
     # -- Requests ----------------------------------------------------------------------------------------
 
     def submit(self, context: RequestContext) -> Generation:
-        """Send a request to a replica.
+        """Send a request to a replica. Return its `Generation`.
 
         Raises:
             UnavailableError: the engine has not started, is stopping or has stopped.
@@ -262,9 +262,9 @@ class RayEngine:
         """Remove a request that has ended."""
         if self._generations.pop(generation.request_id, None) is None:
             return
-        ended, self._request_ended = self._request_ended, None
-        if ended is not None and not ended.done():
-            ended.set_result(None)
+        future, self._request_ended = self._request_ended, None
+        if future is not None and not future.done():
+            future.set_result(None)
 
     def request_ended(self) -> asyncio.Future[None]:
         """Return a future that completes when the next request ends."""

@@ -239,8 +239,12 @@ def read_llm_config(llm_config: Any) -> tuple[PipelineConfig, ServeConfig, RayCo
         "model_path": str(source),
     }
     fields = [*config_fields(), *serve_fields(), *ray_fields()]
-    given = collect_values(fields, flat, "argument", {})
-    return PipelineConfig.from_given(given), ServeConfig.from_given(given), RayConfig.from_given(given)
+    given_values = collect_values(fields, flat, "argument", {})
+    return (
+        PipelineConfig.from_given(given_values),
+        ServeConfig.from_given(given_values),
+        RayConfig.from_given(given_values),
+    )
 
 
 def _response_types() -> dict[str, Any]:

@@ -56,9 +56,11 @@ def build_app(config: Mapping[str, object]) -> Any:
     from penstock.config import config_fields
 
     fields = [*config_fields(), *serve_fields(), *ray_fields()]
-    given = collect_values(fields, dict(config), "flag", {})
+    given_values = collect_values(fields, dict(config), "flag", {})
     return application(
-        PipelineConfig.from_given(given), ServeConfig.from_given(given), RayConfig.from_given(given)
+        PipelineConfig.from_given(given_values),
+        ServeConfig.from_given(given_values),
+        RayConfig.from_given(given_values),
     )
 
 

@@ -335,7 +335,7 @@ class ServeConfig:
         return cls.from_given(collect_values(serve_fields(), values, source, environment or {}))
 
     @classmethod
-    def from_given(cls, given: Mapping[str, tuple[object, str]]) -> ServeConfig:
+    def from_given(cls, given_values: Mapping[str, tuple[object, str]]) -> ServeConfig:
         """Return the configuration for a mapping of setting name -> (converted value, source).
 
         Ignores names that are not settings of `ServeConfig`.
@@ -343,7 +343,9 @@ class ServeConfig:
         Raises:
             ConfigError: a value is invalid.
         """
-        settings = {field.name: given[field.name] for field in serve_fields() if field.name in given}
+        settings = {
+            field.name: given_values[field.name] for field in serve_fields() if field.name in given_values
+        }
         values: dict[str, Any] = {name: value for name, (value, _) in settings.items()}
         return cls(sources={name: value_source for name, (_, value_source) in settings.items()}, **values)
 

@@ -76,19 +76,21 @@ async def test_an_open_loop_does_not_wait_for_responses_and_its_times_depend_on_
     client = FakeClient(seconds=0.3)
     result = await run_load(client, make_bodies(30), rate=300.0, seed=3)
     assert client.max_active > 10
-    scheduled_times = [outcome.scheduled - result.started for outcome in result.outcomes]
+    scheduled_times = [outcome.scheduled_time - result.start_time for outcome in result.outcomes]
     assert scheduled_times == sorted(scheduled_times)
     repeated_result = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=3)
     assert [
-        outcome.scheduled - repeated_result.started for outcome in repeated_result.outcomes
+        outcome.scheduled_time - repeated_result.start_time for outcome in repeated_result.outcomes
     ] == pytest.approx(scheduled_times)
     other_result = await run_load(FakeClient(0.0), make_bodies(30), rate=300.0, seed=4)
-    assert other_result.outcomes[-1].scheduled - other_result.started != pytest.approx(scheduled_times[-1])
+    assert other_result.outcomes[-1].scheduled_time - other_result.start_time != pytest.approx(
+        scheduled_times[-1]
+    )
 
 
 async def test_arrivals_are_a_poisson_process() -> None:
     result = await run_load(FakeClient(0.0), make_bodies(2000), rate=20_000.0)
-    scheduled_times = [outcome.scheduled for outcome in result.outcomes]
+    scheduled_times = [outcome.scheduled_time for outcome in result.outcomes]
     gaps = [20_000 * (b - a) for a, b in pairwise(scheduled_times)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1, abs=0.1)
@@ -104,8 +106,8 @@ async def test_latencies_include_delays_of_the_client() -> None:
     result = await run_load(client, make_bodies(10), rate=10_000.0, concurrency=2)
     assert client.max_active == 2
     assert max(outcome.seconds for outcome in result.outcomes) >= 5 * 0.05
-    last_outcome = max(result.outcomes, key=lambda outcome: outcome.sent)
-    assert last_outcome.sent - last_outcome.scheduled >= 3 * 0.05
+    last_outcome = max(result.outcomes, key=lambda outcome: outcome.sent_time)
+    assert last_outcome.sent_time - last_outcome.scheduled_time >= 3 * 0.05
 
 
 async def test_errors_are_counted_by_kind() -> None:

@@ -31,7 +31,7 @@ def read_stream_outcome(*chunks: tuple[float, bytes]) -> Outcome:
 
 
 def read_response_outcome(response: HttpResponse) -> Outcome:
-    outcome = Outcome(0, scheduled=1.0, sent=1.5, ended=9.0)
+    outcome = Outcome(0, scheduled_time=1.0, sent_time=1.5, end_time=9.0)
     read_response(outcome, response)
     return outcome
 
@@ -107,17 +107,17 @@ def test_errors_are_classified(response: HttpResponse, error: str, detail: str) 
 
 
 def test_a_summary_counts_successful_and_failed_requests() -> None:
-    successful = [
+    successful_outcomes = [
         Outcome(
             index, float(index), float(index), index + 10.0, [index + 2.0, index + 4.0, index + 8.0], 10, 2, 4
         )
         for index in range(100)
     ]
-    failed_outcomes = [Outcome(200, 0.0, ended=1.0, error="timeout", detail="first")] * 2
+    failed_outcomes = [Outcome(200, 0.0, end_time=1.0, error="timeout", detail="first")] * 2
     failed_outcomes.append(
         Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
     )
-    result = Measurement([*successful, *failed_outcomes], started=0.0, ended=50.0)
+    result = Measurement([*successful_outcomes, *failed_outcomes], start_time=0.0, end_time=50.0)
     summary = Summary.from_measurement(result)
     assert (summary.requests, summary.completed) == (103, 100)
     assert summary.errors == {"timeout": 2, "HTTP 500": 1}

@@ -85,16 +85,16 @@ def test_all_matrices_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384), ("q800m", 752_393_024)]
+    ("shape", "num_parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384), ("q800m", 752_393_024)]
 )
-def test_named_shapes_have_the_stated_number_of_parameters(shape: str, parameters: int) -> None:
+def test_named_shapes_have_the_stated_number_of_parameters(shape: str, num_parameters: int) -> None:
     count = 0
     for sizes in tensor_shapes(shape_config(shape)).values():
         product = 1
         for size in sizes:
             product *= size
         count += product
-    assert count == parameters
+    assert count == num_parameters
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:

@@ -225,15 +225,25 @@ def test_env_as_text_names_versions_devices_kernels_and_processors() -> None:
         "GiB free of",
     ):
         assert word in text
-    for cpus in divide_processors(2):
-        assert str(cpus) in text
+    for share in divide_processors(2):
+        assert str(share) in text
 
 
 def test_the_speed_is_measured_after_the_first_piece_of_text_or_in_total_for_a_single_piece() -> None:
-    assert Timings(load=1, first_token=2, remaining=5).tokens_per_second(11) == 2
-    assert Timings(load=1, first_token=2, remaining=5, num_first_tokens=6).tokens_per_second(11) == 1
-    assert Timings(load=1, first_token=2, remaining=0.01, num_first_tokens=6).tokens_per_second(6) == 3
-    assert Timings(load=1, first_token=2, remaining=0).tokens_per_second(1) == 0.5
+    assert Timings(load_seconds=1, first_token_seconds=2, remaining_seconds=5).tokens_per_second(11) == 2
+    assert (
+        Timings(
+            load_seconds=1, first_token_seconds=2, remaining_seconds=5, num_first_tokens=6
+        ).tokens_per_second(11)
+        == 1
+    )
+    assert (
+        Timings(
+            load_seconds=1, first_token_seconds=2, remaining_seconds=0.01, num_first_tokens=6
+        ).tokens_per_second(6)
+        == 3
+    )
+    assert Timings(load_seconds=1, first_token_seconds=2, remaining_seconds=0).tokens_per_second(1) == 0.5
 
 
 def generate(model: Path, *arguments: str, text: str = "") -> Result:

@@ -20,11 +20,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FLAGS = ["--prompt", "abcabcabc", "--max-new-tokens", "30", "--ignore-eos", "--temperature", "0", "--verbose"]
 
 
-@pytest.mark.parametrize("n", [[], ["--n", "2"]], ids=["one answer", "several answers"])
-def test_speculation_is_reported_in_json_and_on_stderr_if_enabled(model: Path, n: list[str]) -> None:
+@pytest.mark.parametrize("count_flags", [[], ["--n", "2"]], ids=["one answer", "several answers"])
+def test_speculation_is_reported_in_json_and_on_stderr_if_enabled(
+    model: Path, count_flags: list[str]
+) -> None:
     speculation_flags = ["--speculative-method", "ngram", "--ngram-min", "1", "--no-adaptive-speculation"]
     result = CliRunner().invoke(
-        command, ["--model-path", str(model), *FLAGS, *n, *speculation_flags, "--json"]
+        command, ["--model-path", str(model), *FLAGS, *count_flags, *speculation_flags, "--json"]
     )
     assert result.exit_code == 0, result.output
     speculation = json.loads(result.stdout)["speculation"]
@@ -38,6 +40,6 @@ def test_speculation_is_reported_in_json_and_on_stderr_if_enabled(model: Path, n
     ]
     assert speculation["proposed_tokens"] > 0
     assert "drafted tokens accepted" in result.stderr
-    plain_result = CliRunner().invoke(command, ["--model-path", str(model), *FLAGS, *n, "--json"])
+    plain_result = CliRunner().invoke(command, ["--model-path", str(model), *FLAGS, *count_flags, "--json"])
     assert "speculation" not in json.loads(plain_result.stdout)
     assert "drafted tokens" not in plain_result.stderr

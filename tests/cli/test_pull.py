@@ -54,7 +54,7 @@ class Hub:
         self.ranges: list[tuple[str, str | None]] = []
         """The file name and the header ``Range`` of each download."""
         self.commit = COMMIT
-        self.stalls = False
+        self.should_stall = False
         """Whether a download of the large file stops at `STALL_OFFSET` and ends when `released` is set."""
         self.num_breaks = 0
         """Number of the next downloads of the large file that end after 2 MiB."""
@@ -142,7 +142,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if not has_body:
                 return
-            if hub.stalls and len(data) > STALL_OFFSET:
+            if hub.should_stall and len(data) > STALL_OFFSET:
                 self.wfile.write(data[:STALL_OFFSET])
                 self.wfile.flush()
                 hub.stalled.set()
@@ -215,7 +215,7 @@ def test_a_model_is_pulled_listed_and_removed(hub: Hub) -> None:
 
 
 def test_an_interrupted_download_is_continued(hub: Hub) -> None:
-    hub.stalls = True
+    hub.should_stall = True
     process = hub.start("pull", "tiny/llama")
     assert hub.stalled.wait(60)
     blob_folder = hub.cache / "hub" / "models--tiny--llama" / "blobs"
@@ -233,7 +233,7 @@ def test_an_interrupted_download_is_continued(hub: Hub) -> None:
     assert not row["is_complete"]
     assert row["num_bytes"] >= num_written_bytes
     assert "incomplete" in hub.run("list", "--local")[0]
-    hub.stalls = False
+    hub.should_stall = False
     hub.released.set()
     hub.ranges.clear()
     output, _ = hub.run("pull", "tiny/llama")

@@ -125,11 +125,11 @@ async def test_a_cancelled_task_cancels_its_requests_at_the_engine() -> None:
 async def test_requests_beyond_the_queue_size_are_served() -> None:
     async with open_async_llm(max_queue_size=1, max_batch_size=2) as llm:
         texts = [f"Tell me {index}" for index in range(12)]
-        batch_responses, streamed_response = await asyncio.gather(
+        outputs, streamed_texts = await asyncio.gather(
             llm.generate(texts, GREEDY),
             asyncio.gather(*[_join_stream(llm, text) for text in texts]),
         )
-        assert [output.text for output in batch_responses] == list(streamed_response)
+        assert [output.text for output in outputs] == list(streamed_texts)
 
 
 async def _join_stream(llm: AsyncLLM, prompt: str) -> str:

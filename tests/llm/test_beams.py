@@ -97,8 +97,8 @@ def test_beams_equal_those_of_transformers(
     assert [output.index for output in outputs] == [0, 1] * len(PROMPTS)
     end_ids = llm.tokenizer.eos_token_ids
     for i, prompt in enumerate(PROMPTS):
-        single_beams = reference_beams(reference, llm, prompt, end_ids, **options)
-        assert beam_tuples(outputs[2 * i : 2 * i + 2]) == single_beams
+        expected_beams = reference_beams(reference, llm, prompt, end_ids, **options)
+        assert beam_tuples(outputs[2 * i : 2 * i + 2]) == expected_beams
         assert outputs[2 * i].prompt == prompt
 
 

@@ -168,9 +168,9 @@ def test_invalid_images_are_refused(llm: LLM, tmp_path: Path) -> None:
         generate_tokens(llm, "<image>", {})
     with pytest.raises(UnsupportedFeatureError, match="images with token ids"):
         llm.generate([1, 2], GREEDY, use_tqdm=False, images=valid_image)
-    detailed = [{"type": "image", "image": valid_image, "detail": "high"}]
+    detailed_parts = [{"type": "image", "image": valid_image, "detail": "high"}]
     with pytest.raises(UnsupportedFeatureError, match="detail 'high' is not supported: this model supports"):
-        llm.chat([{"role": "user", "content": detailed}], GREEDY, use_tqdm=False)
+        llm.chat([{"role": "user", "content": detailed_parts}], GREEDY, use_tqdm=False)
     with pytest.raises(InputError, match="images has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, images=[valid_image])
     with pytest.raises(InputError, match="the request has 33 images, but the limit is 32"):

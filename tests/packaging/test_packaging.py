@@ -59,9 +59,9 @@ def test_every_extra_is_documented_and_all_contains_the_expected_extras() -> Non
 
 def test_extras_named_by_errors_contain_the_package() -> None:
     error_arguments = [
-        actual
+        arguments
         for file in (ROOT / "penstock").rglob("*.py")
-        for actual in re.findall(r'MissingDependencyError\(\s*"([\w-]+)",\s*"([\w-]+)"', file.read_text())
+        for arguments in re.findall(r'MissingDependencyError\(\s*"([\w-]+)",\s*"([\w-]+)"', file.read_text())
     ]
     assert len(error_arguments) >= 3
     for package, extra in error_arguments:

@@ -125,8 +125,8 @@ def test_engine_inherits_the_environment_except_openmp_settings(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("PEER_OWN", "own")
     code = (
-        "import os, sys; wanted = 'PEER_TEST PEER_OWN OMP_NUM_THREADS GOMP_SPINCOUNT PYTHONPATH'.split();"
-        "sys.exit(' '.join(os.environ.get(name, '-') for name in wanted))"
+        "import os, sys; names = 'PEER_TEST PEER_OWN OMP_NUM_THREADS GOMP_SPINCOUNT PYTHONPATH'.split();"
+        "sys.exit(' '.join(os.environ.get(name, '-') for name in names))"
     )
     environment = {"PEER_TEST": "hello", "OMP_NUM_THREADS": "2"}
     with pytest.raises(EngineError, match=f"hello own 2 - .*{os.path.basename(Path(__file__).parents[2])}"):

@@ -18,7 +18,7 @@ import json, sys, types
 from types import SimpleNamespace
 
 class Pipeline:
-    """The answer to a prompt counts on from its last token, one token per step."""
+    """The answer to a prompt counts up from its last token, one token per step."""
 
     async def generate_async(self, requests):
         log_call(requests=[[request.prompt, request.sampling_params] for request in requests])
@@ -29,19 +29,19 @@ class Request:
     def __init__(self, request_id, model_name, prompt, sampling_params):
         self.prompt, self.sampling_params = prompt, sampling_params
 
-def log_call(**what):
-    print("called", json.dumps(what, default=str), flush=True)
+def log_call(**fields):
+    print("called", json.dumps(fields, default=str), flush=True)
 
 class Registry:
     def retrieve(self, config):
         log_call(**config)
         return None, Pipeline()
 
-def module(name, **what):
-    sys.modules[name] = made = types.ModuleType(name)
-    vars(made).update(what)
+def add_module(name, **members):
+    sys.modules[name] = module = types.ModuleType(name)
+    vars(module).update(members)
 
-module(
+add_module(
     "max.pipelines",
     supported_encoding_supported_devices=lambda name: ("gpu",) if name == "bfloat16" else ("cpu", "gpu"),
     PipelineArgs=dict,
@@ -50,10 +50,10 @@ module(
     PipelineConfig=SimpleNamespace(from_args=lambda arguments: arguments),
     PIPELINE_REGISTRY=Registry(),
 )
-module("max.driver", DeviceSpec=SimpleNamespace(cpu=lambda: "the CPU"))
-module("max.pipelines.context", SamplingParams=dict)
-module("max.pipelines.modeling", __path__=[])
-module("max.pipelines.modeling.types", RequestID=object, TextGenerationRequest=Request)
+add_module("max.driver", DeviceSpec=SimpleNamespace(cpu=lambda: "the CPU"))
+add_module("max.pipelines.context", SamplingParams=dict)
+add_module("max.pipelines.modeling", __path__=[])
+add_module("max.pipelines.modeling.types", RequestID=object, TextGenerationRequest=Request)
 '''
 
 

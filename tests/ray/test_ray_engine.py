@@ -129,7 +129,7 @@ async def test_a_request_gets_the_output_of_its_replica() -> None:
 
 
 async def test_the_first_result_ends_the_load_of_a_prompt() -> None:
-    """Replica 0 has less load than replica 1 after the first result of its long prompt."""
+    """After the first result of its long prompt, replica 0 has less load than replica 1."""
     gates = Gate(), Gate()
     pipelines = [partial(GatedPipeline, gate, choose=letters_in_order(12)) for gate in gates]
     async with open_engine(*pipelines, honours_preference=True) as (engine, replicas):

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-GROUPS, ROUNDS = 8, 4
+NUM_GROUPS, NUM_ROUNDS = 8, 4
 STORY = "Once upon a time, far away, there was a small house beside a river. "
 
 
@@ -36,8 +36,8 @@ def read_hits_and_queries(server_port: int) -> tuple[int, int]:
         re.search(rf"^penstock_prefix_cache_{name}_total\S* ([\d.e+]+)$", text, re.M)
         for name in ("hits", "queries")
     ]
-    num_hits, queries = (int(float(match[1])) for match in matches if match is not None)
-    return num_hits, queries
+    num_hits, num_queries = (int(float(match[1])) for match in matches if match is not None)
+    return num_hits, num_queries
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +56,23 @@ def server_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def test_a_prefix_is_computed_by_one_replica(server_port: int) -> None:
     counts_before = read_hits_and_queries(server_port)
     with ThreadPoolExecutor(4) as pool:
-        for turn in range(ROUNDS):  # four requests at a time, so that both replicas have requests
+        for turn in range(NUM_ROUNDS):  # four requests at a time, so that both replicas have requests
             requests = [
                 pool.submit(post, server_port, completion_body(make_prompt(group, turn), max_tokens=20))
-                for group in range(GROUPS)
+                for group in range(NUM_GROUPS)
             ]
             answers = [request.result(100) for request in requests]
     length = answers[0]["usage"]["prompt_tokens"]
     wait_until(
-        lambda: read_hits_and_queries(server_port)[1] - counts_before[1] >= 0.98 * GROUPS * ROUNDS * length,
+        lambda: (
+            read_hits_and_queries(server_port)[1] - counts_before[1]
+            >= 0.98 * NUM_GROUPS * NUM_ROUNDS * length
+        ),
         20,
     )
     num_hits = read_hits_and_queries(server_port)[0] - counts_before[0]
     # In every round but the first, at most the last two blocks (32 tokens each) of a prompt are not cached.
-    assert num_hits >= (ROUNDS - 1) * GROUPS * (length - 2 * 32)
+    assert num_hits >= (NUM_ROUNDS - 1) * NUM_GROUPS * (length - 2 * 32)
 
 
 async def test_a_session_stays_with_its_replica(server_port: int) -> None:

@@ -93,7 +93,7 @@ def test_expected_blocks_of_an_ended_request_count_until_its_replica_has_reporte
     assert choose_replica(choice, LONG_PROMPT) == "b"
     assert choose_replica(choice, LONG_PROMPT) == "b"
     report_events(choice, a=[], b=[])  # this report may have been made before the request ended
-    # Both replicas have cost. The request goes to b, whose number is higher, because b expects its blocks.
+    # Both replicas have load. The request goes to b, whose number is higher, because b expects its blocks.
     assert choice.assign(make_request("busier", "z" * 8)) is not None
     assert choose_replica(choice, LONG_PROMPT) == "b"
     report_events(choice, a=[], b=[])

@@ -341,8 +341,8 @@ def _with_norm_offset(module: str, tensor: Tensor, family: str, suffix: str) -> 
 
 def _interleave_halves(rows: Tensor, heads: int) -> Tensor:
     """Interleave the two halves of each head's rows (``permute`` in the specification)."""
-    order = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
-    return order.reshape(rows.shape).contiguous()
+    interleaved = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
+    return interleaved.reshape(rows.shape).contiguous()
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | None = None) -> dict[str, Any]:

@@ -58,11 +58,11 @@ InputOrder = Literal["none", "inputs", "layer"]
 """
 
 
-def input_permutation(inputs: int, order: InputOrder) -> Tensor:
+def input_permutation(num_inputs: int, order: InputOrder) -> Tensor:
     if order == "none":
-        return torch.arange(inputs)
-    generator = torch.Generator().manual_seed(inputs) if order == "inputs" else None
-    return torch.randperm(inputs, generator=generator)
+        return torch.arange(num_inputs)
+    generator = torch.Generator().manual_seed(num_inputs) if order == "inputs" else None
+    return torch.randperm(num_inputs, generator=generator)
 
 
 def gptq(
@@ -291,7 +291,7 @@ def write_packed_checkpoint(
     *,
     ignore: tuple[str, ...] = (),
     extra: Mapping[str, Tensor] | None = None,
-    shards: int = 1,
+    num_shards: int = 1,
 ) -> Path:
     """Write a checkpoint with packed linear layers. Write its dequantized weights to ``folder/plain``.
 
@@ -303,7 +303,7 @@ def write_packed_checkpoint(
         section: the ``quantization_config`` of ``config.json``.
         ignore: parts of the names of layers that are not packed.
         extra: additional tensors.
-        shards: number of files.
+        num_shards: number of files.
     """
     packed_tensors, plain_tensors = {}, {}
     torch.manual_seed(0)
@@ -327,11 +327,11 @@ def write_packed_checkpoint(
     save_file(plain_tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     (folder / "plain" / "config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(section)}))
-    if shards == 1:
+    if num_shards == 1:
         save_file(packed_tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
     names = sorted(packed_tensors)
-    files = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(names)}
+    files = {name: f"model-{number % num_shards}.safetensors" for number, name in enumerate(names)}
     for file in set(files.values()):
         save_file({name: packed_tensors[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))

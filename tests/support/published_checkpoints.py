@@ -29,14 +29,14 @@ def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
             "rope_theta": values["rope_theta"] * factor,
             "factor": factor ** (2 / head_dim),
         }
-    kept_names = (
+    copied_names = (
         "hidden_size",
         "num_hidden_layers",
         "num_attention_heads",
         "intermediate_size",
         "hidden_act",
     )
-    kept_names += (
+    copied_names += (
         "max_position_embeddings",
         "vocab_size",
         "type_vocab_size",
@@ -46,7 +46,7 @@ def transformers_values(values: dict[str, Any]) -> dict[str, Any]:
     label_values = {name: values[name] for name in ("num_labels",) if name in values}
     return (
         {"model_type": "gte", "rope_parameters": rope}
-        | {name: values[name] for name in kept_names}
+        | {name: values[name] for name in copied_names}
         | label_values
     )
 
@@ -63,12 +63,12 @@ def rewrite_as_published(folder: Path, values: dict[str, Any], head: str) -> Non
     config = values | label_names | {"architectures": [f"New{head or 'Model'}"], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
-    heads = ("classifier.", "lm_head.")
+    head_prefixes = ("classifier.", "lm_head.")
     tensors = {
         name.removeprefix("gte.").removeprefix("new."): tensor for name, tensor in load_file(path).items()
     }
     renamed_tensors = {
-        name if not head or name.startswith(heads) else f"new.{name}": tensor
+        name if not head or name.startswith(head_prefixes) else f"new.{name}": tensor
         for name, tensor in tensors.items()
     }
     save_file(renamed_tensors, path)

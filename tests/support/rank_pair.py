@@ -73,13 +73,13 @@ class RankPair:
         self.ranks = self.processes.join()
         self.world_size = world_size
 
-    def load(self, checkpoint: Path, patch: Any = None, **flat: Any) -> TextGenerationPipeline:
+    def load(self, checkpoint: Path, patch: Any = None, **settings: Any) -> TextGenerationPipeline:
         """Load a checkpoint on all ranks, in float32 by default. `unload` unloads it on ranks above 0.
 
         Args:
             checkpoint: the folder of the checkpoint.
             patch: a picklable function that ranks above 0 call before they load.
-            flat: settings of the pipeline under flat names.
+            settings: settings of the pipeline under flat names.
         """
         values = {
             "model_path": str(checkpoint),
@@ -87,7 +87,7 @@ class RankPair:
             "max_batch_size": 8,
             "tensor_parallel_size": self.world_size,
         }
-        config = PipelineConfig.from_flat({**values, **flat})
+        config = PipelineConfig.from_flat({**values, **settings})
         self.ranks.send(pickle.dumps((config, patch)))
         model = config.model
         architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, model.checkpoint)
@@ -100,9 +100,9 @@ class RankPair:
         self.ranks.send(pickle.dumps(("close", ())))
 
     @contextmanager
-    def open(self, checkpoint: Path, patch: Any = None, **flat: Any) -> Iterator[TextGenerationPipeline]:
+    def open(self, checkpoint: Path, patch: Any = None, **settings: Any) -> Iterator[TextGenerationPipeline]:
         """Load a checkpoint for the duration of a block; see `load`."""
-        pipeline = self.load(checkpoint, patch, **flat)
+        pipeline = self.load(checkpoint, patch, **settings)
         try:
             yield pipeline
         finally:

@@ -32,12 +32,12 @@ class ServerProcess:
         return int(self.url.rpartition(":")[2])
 
     @property
-    def worker(self) -> int | None:
+    def worker_pid(self) -> int | None:
         """The process id of the first worker, or None while no worker runs."""
-        return next(iter(self.workers), None)
+        return next(iter(self.worker_pids), None)
 
     @property
-    def workers(self) -> list[int]:
+    def worker_pids(self) -> list[int]:
         """The process ids of the running workers."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
@@ -45,10 +45,10 @@ class ServerProcess:
 
     def kill_worker(self) -> int:
         """Kill the first worker and return its process id."""
-        worker = self.worker
-        assert worker is not None
-        os.kill(worker, signal.SIGKILL)
-        return worker
+        worker_pid = self.worker_pid
+        assert worker_pid is not None
+        os.kill(worker_pid, signal.SIGKILL)
+        return worker_pid
 
     def memory(self, pid: int | None = None) -> int:
         """Return the resident anonymous memory of a process in bytes, by default of the server."""

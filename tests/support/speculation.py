@@ -88,7 +88,7 @@ def run_directly(
 
 
 def output_tokens(results: Mapping[str, list[Any]]) -> dict[str, list[int]]:
-    return {request_id: [entry[0] for entry in result[:-1]] for request_id, result in results.items()}
+    return {request_id: [token for token, _ in result[:-1]] for request_id, result in results.items()}
 
 
 def run_scheduled(

@@ -101,11 +101,11 @@ class FakeCodecs(CodecRegistry):
         return (record, *REAL_CODECS.codecs)
 
 
-def create_audio_pipeline(required: Any) -> Any:
+def create_audio_pipeline(pipeline_inputs: Any) -> Any:
     """Return an audio pipeline that can use the fake codec."""
     from penstock.pipelines import audio
 
-    return audio.create_audio(required, FakeCodecs())
+    return audio.create_audio(pipeline_inputs, FakeCodecs())
 
 
 def fake_codec_catalog() -> Any:
@@ -125,7 +125,7 @@ def write_tiny_speech(
     speech_format: str = "neutts",
     *,
     seed: int = 0,
-    end_logit: float = 0.9,
+    end_logit_ratio: float = 0.9,
     num_codes: int | None = None,
     **speech_config: Any,
 ) -> Path:
@@ -135,8 +135,8 @@ def write_tiny_speech(
         folder: the folder to write.
         speech_format: the speech format.
         seed: seed of the weights.
-        end_logit: approximate ratio of the logit of the end-of-speech token to the logits of the first codes
-            of frames.
+        end_logit_ratio: approximate ratio of the logit of the end-of-speech token to the logits of the first
+            codes of frames.
         num_codes: the number of codes in a frame, by default the value in CODES_PER_FRAME.
         **speech_config: changed or added values of ``speech_config.json``.
     """
@@ -168,7 +168,7 @@ def write_tiny_speech(
         embeddings[rows, 0] = 0
         embeddings[rows, (position + 1) % num_codes] = 6
         head[rows, position] = 6
-    head[256 + tokens.index(end_tokens[speech_format]), 0] = 6 * end_logit
+    head[256 + tokens.index(end_tokens[speech_format]), 0] = 6 * end_logit_ratio
     weights["model.embed_tokens.weight"], weights["lm_head.weight"] = embeddings, head
     save_file(weights, folder / "model.safetensors")
     _tokenizer(tokens).save(str(folder / "tokenizer.json"))

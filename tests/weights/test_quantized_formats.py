@@ -185,7 +185,7 @@ def can_store(encoding: str | None, shape: tuple[int, ...]) -> bool:
 def test_weights_of_each_format_equal_the_original_weights(case: str, llama: Path, tmp_path: Path) -> None:
     packer, quantization, encoding = CASES[case]
     folder = write_packed_checkpoint(
-        llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",), shards=2
+        llama, tmp_path, packer, quantization, ignore=("1.mlp.up_proj",), num_shards=2
     )
     weights, num_packed_weights = Weights.open(folder), 0
     for name, expected in load_file(tmp_path / "plain" / "model.safetensors").items():

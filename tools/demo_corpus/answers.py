@@ -112,10 +112,10 @@ def thing_color(rng: random.Random) -> Pair:
 def opposite(rng: random.Random) -> Pair:
     """Ask for the opposite of a word."""
     words = read_table("facts", "opposites")
-    word, other = rng.choice(list(words.items()))
-    if word not in {"old", "young"} and rng.random() < 0.5 and other not in words:
-        word, other = other, word
-    return ask(rng, "opposite", word=word, other=other)
+    word, answer = rng.choice(list(words.items()))
+    if word not in {"old", "young"} and rng.random() < 0.5 and answer not in words:
+        word, answer = answer, word
+    return ask(rng, "opposite", word=word, answer=answer)
 
 
 def calendar(rng: random.Random) -> Pair:
@@ -123,8 +123,8 @@ def calendar(rng: random.Random) -> Pair:
     names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
     index = rng.randrange(len(names))
     step, word = (1, "after") if rng.random() < 0.6 else (-1, "before")
-    found = names[(index + step) % len(names)]
-    return ask(rng, "calendar", what=what, word=word, name=names[index], found=found)
+    answer = names[(index + step) % len(names)]
+    return ask(rng, "calendar", what=what, word=word, name=names[index], answer=answer)
 
 
 def small_sum(rng: random.Random) -> Pair:
@@ -155,8 +155,10 @@ def definition(rng: random.Random) -> Pair:
 
 def compare(rng: random.Random) -> Pair:
     """Ask which of two things is bigger, smaller, faster or slower."""
-    big = rng.random() < 0.6
-    names, more, less = (BIG_AND_SMALL, "bigger", "smaller") if big else (FAST_AND_SLOW, "faster", "slower")
+    is_size = rng.random() < 0.6
+    names, more, less = (
+        (BIG_AND_SMALL, "bigger", "smaller") if is_size else (FAST_AND_SLOW, "faster", "slower")
+    )
     first, second = rng.sample(range(len(names)), 2)
     word, winner = (more, min(first, second)) if rng.random() < 0.6 else (less, max(first, second))
     loser = first + second - winner
@@ -197,8 +199,8 @@ def listing(rng: random.Random) -> Pair:
         requests, _ = request("count", word=NUMBERS[end], end=end)
         return vary_command(rng, requests), f"{join_list(NUMBERS[1 : end + 1])}.".capitalize()
     kind = pick(rng, list(kinds))
-    ordered = kind in {"days of the week", "months"}
-    items = join_list(kinds[kind][:count] if ordered else rng.sample(kinds[kind], count))
+    is_ordered = kind in {"days of the week", "months"}
+    items = join_list(kinds[kind][:count] if is_ordered else rng.sample(kinds[kind], count))
     requests, replies = request("name some", word=NUMBERS[count], count=count, kind=kind, items=items)
     return vary_command(rng, requests), replies[0]
 
@@ -209,7 +211,7 @@ def season(rng: random.Random) -> Pair:
     index = rng.randrange(4)
     if rng.random() < 0.4:
         return ask(rng, "seasons")
-    return ask(rng, "season after", name=names[index], found=names[(index + 1) % 4])
+    return ask(rng, "season after", name=names[index], answer=names[(index + 1) % 4])
 
 
 def poem(rng: random.Random) -> Pair:

@@ -59,9 +59,9 @@ def story_turn(rng: random.Random) -> list[Message]:
 def memory_turns(rng: random.Random) -> list[Message]:
     """Return turns in which the user states a fact, such as a name, and asks for it later."""
     facts = [("my name", some_name(rng)), ("my city", some_city(rng)), ("my color", pick(rng, COLORS))]
-    section, it = rng.choice(facts)
-    statements, replies = request(section, 0, it=it)
-    questions, answers = request(section, 1, it=it)
+    section, value = rng.choice(facts)
+    statements, replies = request(section, 0, value=value)
+    questions, answers = request(section, 1, value=value)
     messages = turn(pick(rng, statements), replies[0])
     if rng.random() < 0.3:
         messages += turn(*make_pair(rng))

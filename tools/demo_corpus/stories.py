@@ -26,11 +26,11 @@ class Character:
     name: str
     kind: str
     adjective: str
-    feminine: bool
+    is_feminine: bool
 
     def fields(self, prefix: str) -> dict[str, str]:
         """Return the template fields of this character; each name begins with ``prefix``."""
-        he, him, his = ("she", "her", "her") if self.feminine else ("he", "him", "his")
+        he, him, his = ("she", "her", "her") if self.is_feminine else ("he", "him", "his")
         words = {"n": self.name, "he": he, "him": him, "his": his, "kind": self.kind}
         words["desc"] = with_article(f"{self.adjective} {self.kind}")
         fields = {prefix + key: word for key, word in words.items()}
@@ -105,24 +105,24 @@ PLOTS = [read_plot(topic, lines) for topic, lines in read_sections("plots").item
 PLOTS.insert(0, PLOTS[0])  # the plot about a lost thing varies most, so it is twice as likely
 
 
-def make_character(rng: random.Random, taken: str = "") -> Character:
-    """Return a random person or animal whose name is not ``taken``."""
+def make_character(rng: random.Random, taken_name: str = "") -> Character:
+    """Return a random person or animal whose name is not ``taken_name``."""
     if rng.random() < 0.55:
-        feminine = rng.random() < 0.5
-        names, kinds = (GIRLS, FEMININE_KINDS) if feminine else (BOYS, MASCULINE_KINDS)
+        is_feminine = rng.random() < 0.5
+        names, kinds = (GIRLS, FEMININE_KINDS) if is_feminine else (BOYS, MASCULINE_KINDS)
         kind = pick(rng, kinds)
     else:
-        names, kind, feminine = PET_NAMES, pick(rng, CREATURES), rng.random() < 0.5
-    name = pick(rng, [name for name in names if name != taken])
+        names, kind, is_feminine = PET_NAMES, pick(rng, CREATURES), rng.random() < 0.5
+    name = pick(rng, [name for name in names if name != taken_name])
     if rng.random() < 0.06:
         name = strange_word(rng).capitalize()
-    return Character(name, kind, pick(rng, ADJECTIVES), feminine)
+    return Character(name, kind, pick(rng, ADJECTIVES), is_feminine)
 
 
 def make_story(rng: random.Random, *, short: bool = False) -> Story:
     """Return a story with a random plot, hero and friend. ``short`` leaves out the closing sentence."""
     hero = make_character(rng)
-    friend = make_character(rng, taken=hero.name)
+    friend = make_character(rng, taken_name=hero.name)
     plot = rng.choice(PLOTS)
     fields = hero.fields("") | friend.fields("f") | {"place": pick(rng, PLACES)}
     fields |= {slot: pick(rng, values) for slot, values in plot.slots.items()}

@@ -30,6 +30,7 @@ HELD_OUT_DIVISOR = 50  # one document in fifty is held out
 PROMPT_WEIGHT = 0.1  # loss weight of chats outside the assistant's messages, and of odd texts
 
 Row = tuple[np.ndarray, np.ndarray]
+"""Token ids and loss weights of a document or of a row."""
 
 
 class ChatTemplate:
@@ -138,20 +139,20 @@ class Packer:
 
         The inputs are all tokens except the last, the targets are all tokens except the first.
 
-        The last document is cut at the end of the row, and its rest is dropped. Therefore no row begins in
-        the middle of a document, and no position is unused.
+        The last document is cut at the end of the row, and the remainder of this document is dropped.
+        Therefore no row begins in the middle of a document, and no position is unused.
         """
         document_parts: list[Row] = []
-        remaining = length + 1
-        while remaining > 0:
+        num_remaining = length + 1
+        while num_remaining > 0:
             ids, weights = next(self._documents)
             self.num_documents += 1
-            document_parts.append((ids[:remaining], weights[:remaining]))
-            remaining -= len(ids)
+            document_parts.append((ids[:num_remaining], weights[:num_remaining]))
+            num_remaining -= len(ids)
         all_ids, all_weights = zip(*document_parts, strict=True)
         return np.concatenate(all_ids), np.concatenate(all_weights)
 
-    def batch(self, rows: int, length: int) -> Row:
-        """Return ids and weights ``[rows, length + 1]`` of the next rows."""
-        ids, weights = zip(*(self.row(length) for _ in range(rows)), strict=True)
+    def batch(self, num_rows: int, length: int) -> Row:
+        """Return ids and weights ``[num_rows, length + 1]`` of the next rows."""
+        ids, weights = zip(*(self.row(length) for _ in range(num_rows)), strict=True)
         return np.stack(ids), np.stack(weights)

@@ -171,7 +171,7 @@ def offered_tools(rng: random.Random, required_tool: str | None) -> tuple[list[M
     if required_tool and required_tool not in names:
         names[rng.randrange(len(names))] = required_tool
     tools_by_name = {name: reword_tool(rng, name) for name in names}
-    return [entry.tool for entry in tools_by_name.values()], tools_by_name[required_tool or names[0]]
+    return [offered.tool for offered in tools_by_name.values()], tools_by_name[required_tool or names[0]]
 
 
 def weather_result(rng: random.Random, city: str) -> tuple[str, str]:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from train_demo_model import Model as Llama
-from train_demo_model import Shape
+from train_demo_model import ModelSizes
 
 from demo_vision.pictures import COLOURS, SHAPES
 
 
 @dataclass(frozen=True)
-class TowerShape:
+class TowerSizes:
     """Sizes of the vision tower and of images."""
 
     image_size: int = 96
@@ -42,15 +42,15 @@ class TowerShape:
 class TowerBlock(nn.Module):
     """A layer of the tower. Its q, k and v projections are fused."""
 
-    def __init__(self, shape: TowerShape) -> None:
+    def __init__(self, sizes: TowerSizes) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.norm1 = nn.LayerNorm(shape.hidden, shape.norm_eps)
-        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
-        self.out = nn.Linear(shape.hidden, shape.hidden)
-        self.norm2 = nn.LayerNorm(shape.hidden, shape.norm_eps)
-        self.fc1 = nn.Linear(shape.hidden, shape.inner)
-        self.fc2 = nn.Linear(shape.inner, shape.hidden)
+        self.heads = sizes.heads
+        self.norm1 = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
+        self.qkv = nn.Linear(sizes.hidden, 3 * sizes.hidden)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden)
+        self.norm2 = nn.LayerNorm(sizes.hidden, sizes.norm_eps)
+        self.fc1 = nn.Linear(sizes.hidden, sizes.inner)
+        self.fc2 = nn.Linear(sizes.inner, sizes.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the layer for ``x [N, P, E]``, N images of P patches."""
@@ -66,9 +66,9 @@ class TowerBlock(nn.Module):
 class DemoVision(nn.Module):
     """The model: tower, connector and decoder."""
 
-    def __init__(self, tower: TowerShape, text: Shape) -> None:
+    def __init__(self, tower: TowerSizes, text: ModelSizes) -> None:
         super().__init__()
-        self.tower_shape = tower
+        self.tower_sizes = tower
         self.patches = nn.Linear(3 * tower.patch_size**2, tower.hidden)
         self.positions = nn.Parameter(0.02 * torch.randn(tower.grid**2, tower.hidden))
         self.blocks = nn.ModuleList(TowerBlock(tower) for _ in range(tower.layers))
@@ -85,8 +85,8 @@ class DemoVision(nn.Module):
 
         ``pixels`` is ``[N, 3, S, S]``.
         """
-        shape = self.tower_shape
-        side, size, scale = shape.grid, shape.patch_size, shape.scale
+        sizes = self.tower_sizes
+        side, size, scale = sizes.grid, sizes.patch_size, sizes.scale
         count = len(pixels)
         flat = (
             pixels.view(count, 3, side, size, side, size).permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2)
@@ -96,7 +96,7 @@ class DemoVision(nn.Module):
             x = block(x)
         x = self.norm(x)
         patch_groups = x.view(count, side // scale, scale, side // scale, scale, -1).transpose(2, 3)
-        return self.connector(patch_groups.reshape(count, shape.num_image_tokens, -1)), self.classes(x)
+        return self.connector(patch_groups.reshape(count, sizes.num_image_tokens, -1)), self.classes(x)
 
     def forward(
         self,
@@ -118,8 +118,8 @@ class DemoVision(nn.Module):
         text = self.text
         x = text.embedding(ids).to(image_embeddings.dtype)
         x = x.index_copy(1, image_token_indices, image_embeddings)
-        exponents = torch.arange(0, text.shape.head_dim, 2).float() / text.shape.head_dim
-        angles = positions[..., None].float() * text.shape.rope_theta**-exponents
+        exponents = torch.arange(0, text.sizes.head_dim, 2).float() / text.sizes.head_dim
+        angles = positions[..., None].float() * text.sizes.rope_theta**-exponents
         angles = torch.cat((angles, angles), -1)[:, None]
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in text.blocks:
@@ -128,14 +128,14 @@ class DemoVision(nn.Module):
 
     def smolvlm_state(self) -> dict[str, Tensor]:
         """Return the weights in bfloat16 under their names in a SmolVLM checkpoint."""
-        shape = self.tower_shape
+        sizes = self.tower_sizes
         state: dict[str, Tensor] = {
             f"model.text_model.{name.removeprefix('model.')}": tensor
             for name, tensor in self.text.llama_state().items()
         }
         tower = "model.vision_model"
         state[f"{tower}.embeddings.patch_embedding.weight"] = self.patches.weight.view(
-            shape.hidden, 3, shape.patch_size, shape.patch_size
+            sizes.hidden, 3, sizes.patch_size, sizes.patch_size
         )
         state[f"{tower}.embeddings.patch_embedding.bias"] = self.patches.bias
         state[f"{tower}.embeddings.position_embedding.weight"] = self.positions
@@ -163,7 +163,9 @@ class DemoVision(nn.Module):
         return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
 
 
-def smolvlm_config(tower: TowerShape, text: Shape, image_token_id: int, end_token_id: int) -> dict[str, Any]:
+def smolvlm_config(
+    tower: TowerSizes, text: ModelSizes, image_token_id: int, end_token_id: int
+) -> dict[str, Any]:
     """Return the ``config.json`` of a ``SmolVLMForConditionalGeneration``."""
     llama = text.to_llama_config()
     for name in ("architectures", "torch_dtype", "use_cache", "bos_token_id"):

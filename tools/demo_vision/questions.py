@@ -102,15 +102,15 @@ def _ask_count(scene: Scene, rng: random.Random) -> Question:
 
 def _ask_colour(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the colour of a shape that occurs once, or does not occur."""
-    known = [shape for shape in SHAPES if scene.count(shape) == 1]
+    unique_shapes = [shape for shape in SHAPES if scene.count(shape) == 1]
     absent = [shape for shape in SHAPES if not scene.count(shape)]
-    if not known or (absent and rng.random() < 0.12):
+    if not unique_shapes or (absent and rng.random() < 0.12):
         if not absent:
             return None
         shape = rng.choice(absent)
         answer = f"There is no {shape}."
     else:
-        shape = rng.choice(known)
+        shape = rng.choice(unique_shapes)
         (thing,) = (item for item in scene.things if item.shape == shape)
         answer = f"The {shape} is {thing.colour}."
     word = rng.choice(("colour", "color"))
@@ -121,15 +121,15 @@ def _ask_colour(scene: Scene, rng: random.Random) -> Question | None:
 
 def _ask_shape(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the shape of a colour that occurs once, or does not occur."""
-    known = [colour for colour in COLOURS if scene.count(None, colour) == 1]
+    unique_colours = [colour for colour in COLOURS if scene.count(None, colour) == 1]
     absent = [colour for colour in COLOURS if not scene.count(None, colour)]
-    if not known or rng.random() < 0.12:
+    if not unique_colours or rng.random() < 0.12:
         colour = rng.choice(absent) if absent else None
         if colour is None:
             return None
         answer = f"There is no {colour} shape."
     else:
-        colour = rng.choice(known)
+        colour = rng.choice(unique_colours)
         (thing,) = (item for item in scene.things if item.colour == colour)
         answer = f"The {colour} shape is {with_article(thing.shape)}."
     forms = (f"What shape is {colour}?", f"Which shape is {colour}?", f"What is {colour}?")
@@ -157,14 +157,14 @@ def _ask_presence(scene: Scene, rng: random.Random) -> Question:
 
 def _ask_place(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the place of a thing that occurs once and is not near a centre line of the picture."""
-    known = [
+    candidates = [
         item
         for item in scene.things
         if scene.count(item.shape, item.colour) == 1 and min(abs(item.x - 0.5), abs(item.y - 0.5)) > 0.06
     ]
-    if not known:
+    if not candidates:
         return None
-    thing = rng.choice(known)
+    thing = rng.choice(candidates)
     name = f"{thing.colour} {thing.shape}"
     if scene.count(thing.shape) == 1 and rng.random() < 0.5:
         name = thing.shape
@@ -173,12 +173,12 @@ def _ask_place(scene: Scene, rng: random.Random) -> Question | None:
 
 def _ask_colours(scene: Scene, rng: random.Random) -> Question | None:
     """Ask for the colours of all shapes."""
-    found = [colour for colour in COLOURS if scene.count(None, colour)]
-    if not found:
+    present_colours = [colour for colour in COLOURS if scene.count(None, colour)]
+    if not present_colours:
         return None
     word = rng.choice(("colours", "colors"))
     forms = (f"What {word} do you see?", f"Which {word} do the shapes have?", f"What {word} are the shapes?")
-    return Question("colours", rng.choice(forms), f"The shapes are {english_list(found)}.")
+    return Question("colours", rng.choice(forms), f"The shapes are {english_list(present_colours)}.")
 
 
 def _ask_background(scene: Scene, rng: random.Random) -> Question:

@@ -167,14 +167,14 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         seed: the seed that selects excerpts of the speech.
     """
     peak_learning_rate = 5e-4 if decoder_only else 1e-3
-    trained = codec.decoder if decoder_only else codec
+    trained_module = codec.decoder if decoder_only else codec
     optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=peak_learning_rate, betas=(0.8, 0.99), weight_decay=0.01
+        trained_module.parameters(), lr=peak_learning_rate, betas=(0.8, 0.99), weight_decay=0.01
     )
     schedule_steps = steps if decoder_only else 2 * steps
     rng = random.Random(seed)
     stream = torch.cat([nn.functional.pad(samples, (0, -len(samples) % HOP)) for samples in speech])
-    segment_size, average, started = HOP * _SEGMENT_FRAMES, 0.0, time.perf_counter()
+    segment_size, average, start_time = HOP * _SEGMENT_FRAMES, 0.0, time.perf_counter()
     for step in range(steps):
         decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / schedule_steps))
         factor = min(1.0, (step + 1) / 100) * decay
@@ -186,11 +186,11 @@ def train_codec(codec: Codec, speech: Sequence[Tensor], steps: int, *, decoder_o
         loss = spectral_loss(codec(samples), samples)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(trained_module.parameters(), 1.0)
         optimizer.step()
         average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
         if step % 100 == 99:
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start_time
             print(f"codec step {step + 1}  loss {average:.4f}  {seconds:.0f} s", flush=True)
 
 
@@ -226,7 +226,7 @@ def train_encoder(
     decoded_samples = torch.cat([samples for samples, _ in decoded_examples])
     codes = torch.cat([row for _, row in decoded_examples])
     segment_size, num_rows = HOP * _SEGMENT_FRAMES, _BATCH_SIZE // 2
-    accuracy, started = 0.0, time.perf_counter()
+    accuracy, start_time = 0.0, time.perf_counter()
     for step in range(steps):
         factor = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
@@ -249,7 +249,7 @@ def train_encoder(
         share = (indices[num_rows:, :, 0] == expected_codes).float().mean().item()
         accuracy = share if step == 0 else 0.98 * accuracy + 0.02 * share
         if step % 100 == 99:
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - start_time
             print(
                 f"encoder step {step + 1}  loss {loss.item():.4f}  accuracy {accuracy:.3f}  {seconds:.0f} s",
                 flush=True,

@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from train_demo_model import Model, Shape, learning_rate, make_optimizer
+from train_demo_model import Model, ModelSizes, learning_rate, make_optimizer
 
 from .codec import NUM_CODES
 
@@ -20,7 +20,7 @@ SPEECH_START, SPEECH_END = "<|SPEECH_GENERATION_START|>", "<|SPEECH_GENERATION_E
 _CHARACTERS = " abcdefghijklmnopqrstuvwxyz0123456789.,?!'-:;\n"
 _BATCH_ROWS = 16
 _MAX_SHORT_ROW = 135  # rows below this length are short
-_SHORT_ROW_TIME = 0.12  # share of the training time at the beginning in which only short rows are used
+_SHORT_ROW_FRACTION = 0.12  # share of the training time at the beginning in which only short rows are used
 _NUM_HELD_OUT = 200
 
 Row = tuple[int, list[int]]
@@ -41,9 +41,9 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_shape(tokenizer: Tokenizer) -> Shape:
+def make_sizes(tokenizer: Tokenizer) -> ModelSizes:
     """Return the sizes of the model. The vocabulary is rounded up to a multiple of 64."""
-    return Shape(
+    return ModelSizes(
         vocab_size=-(-tokenizer.get_vocab_size() // 64) * 64,
         hidden_size=192,
         num_layers=6,
@@ -82,8 +82,8 @@ def batch_loss(model: Model, rows: Sequence[Row]) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids[:, :-1])
     losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-    counted = weights[:, 1:].flatten()
-    return (losses * counted).sum() / counted.sum()
+    target_weights = weights[:, 1:].flatten()
+    return (losses * target_weights).sum() / target_weights.sum()
 
 
 def _epoch(rows: Sequence[Row], rng: random.Random) -> list[list[Row]]:
@@ -113,7 +113,7 @@ def train_language_model(
 
     Args:
         model: the model, which is changed in place.
-        rows: the rows, of which 200 are held out.
+        rows: the rows. 200 of them are held out.
         minutes: the duration of the training.
         seed: the seed that selects the held-out rows and the order.
         peak_learning_rate: the largest learning rate.
@@ -124,13 +124,13 @@ def train_language_model(
     rng.shuffle(training_rows)
     held_out, training_rows = training_rows[:_NUM_HELD_OUT], [*training_rows[_NUM_HELD_OUT:], *repeated_rows]
     optimizer = make_optimizer(model, peak_learning_rate)
-    started, step, average, batches = time.perf_counter(), 0, 0.0, []
-    while (seconds := time.perf_counter() - started) < 60 * minutes:
+    start_time, step, average, batches = time.perf_counter(), 0, 0.0, []
+    while (seconds := time.perf_counter() - start_time) < 60 * minutes:
         fraction = seconds / (60 * minutes)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(fraction, peak_learning_rate)
         if not batches:
-            is_early = not repeated_rows and fraction < _SHORT_ROW_TIME
+            is_early = not repeated_rows and fraction < _SHORT_ROW_FRACTION
             batches = _epoch(
                 [row for row in training_rows if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng
             )

@@ -20,7 +20,7 @@ class Recognizer:
     """Recognizes English speech with a general language model, or with a grammar.
 
     Args:
-        with_grammar: whether it recognizes only sentences of the grammar of `demo_voice.sentences`.
+        with_grammar: whether the recognizer accepts only sentences of the grammar of `demo_voice.sentences`.
         further_sentences: sentences that are added to the grammar.
     """
 

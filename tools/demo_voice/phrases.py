@@ -38,12 +38,11 @@ def variants(phrase: str) -> list[str]:
 
     A longer phrase that begins with ``hello`` or ``hi`` also has variants with a comma after this word.
     """
-    ends = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
-    first, _, rest = phrase.partition(" ")
-    if first in ("hello", "hi", "thank") and rest and rest != "you":
-        with_comma = f"{first}, {rest}" if first != "thank" else phrase
-        ends += [with_comma + end for end in ("", ".", "!", "?")]
-    return list(dict.fromkeys(ends))
+    texts = [phrase + end for end in ("", ".", "!", "?", "...", ":", ",")]
+    first_word, _, other_words = phrase.partition(" ")
+    if first_word in ("hello", "hi") and other_words:
+        texts += [f"{first_word}, {other_words}{end}" for end in ("", ".", "!", "?")]
+    return list(dict.fromkeys(texts))
 
 
 def _number(rng: random.Random) -> str:
@@ -89,11 +88,11 @@ def number_texts(seed: int, count: int) -> list[str]:
     """
     rng = random.Random(seed)
     texts = [*map(cardinal, range(101)), *map(ordinal, range(1, 32))]
-    seen = set(texts)
+    seen_texts = set(texts)
     while len(texts) < count:
         text = rng.choice(_NUMBER_TEXTS).replace("NUMBER", _number(rng)) + rng.choice(("", ".", "."))
-        if text not in seen:
-            seen.add(text)
+        if text not in seen_texts:
+            seen_texts.add(text)
             texts.append(text)
     return texts
 
@@ -105,10 +104,10 @@ def sentence_pairs(seed: int, count: int) -> list[str]:
     `sentences.TEMPLATES`.
     """
     rng = random.Random(seed)
-    known = [*SELECTED_PHRASES, *COMMON_PHRASES]
+    phrases = [*SELECTED_PHRASES, *COMMON_PHRASES]
     texts = []
     for _ in range(count):
-        first = rng.choice(known).capitalize() + rng.choice((".", "!", "?", "."))
-        second = sentence(rng) if rng.random() < 0.5 else rng.choice(known).capitalize() + "."
+        first = rng.choice(phrases).capitalize() + rng.choice((".", "!", "?", "."))
+        second = sentence(rng) if rng.random() < 0.5 else rng.choice(phrases).capitalize() + "."
         texts.append(f"{first} {second}")
     return texts

@@ -220,10 +220,10 @@ def training_texts(seed: int, num_texts: int, num_phrases: int) -> list[str]:
             for _ in range(rng.choice((1, 2, 2, 3, 4)))
         ]
         texts.append(" ".join(words) + rng.choice(("", ".", "?")))
-    seen = set(texts)
+    seen_texts = set(texts)
     while len(texts) < num_texts:
-        if (text := sentence(rng)) not in seen:
-            seen.add(text)
+        if (text := sentence(rng)) not in seen_texts:
+            seen_texts.add(text)
             texts.append(text)
     return texts
 

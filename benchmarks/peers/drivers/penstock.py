@@ -17,10 +17,10 @@ class ReportingRunner(BatchRunner):
     """Called with the number of new tokens so far, unless it is 0."""
 
     def run(self, builders: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
-        for served in super().run(builders, seconds=seconds):
+        for updated_builders in super().run(builders, seconds=seconds):
             if builders[0].num_new_tokens:
                 self.on_tokens(builders[0].num_new_tokens)
-            yield served
+            yield updated_builders
 
 
 class ReportingLLM(LLM):

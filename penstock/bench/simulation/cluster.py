@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.bench.simulation.clock import BusyServer, Clock
 from penstock.bench.simulation.costs import ClusterCosts, StepShape
-from penstock.bench.simulation.trace import SimulatedConversation, Tokens, TraceShape, make_trace
+from penstock.bench.simulation.trace import SimulatedConversation, Tokens, TraceParameters, make_trace
 from penstock.bench.simulation.worker import SimulatedWorker
 from penstock.errors import InputError
 from penstock.pipelines.core import RequestContext, SamplingParams, TextContext
@@ -129,12 +129,12 @@ class Cluster:
             InputError: the trace is empty, or its last conversation begins at time 0, so that no time is left
                 after the warm-up.
         """
-        if not trace or trace[-1].begin <= 0:
+        if not trace or trace[-1].begin_time <= 0:
             raise InputError("a trace needs two conversations that begin at different times")
         no_tokens = np.empty(0, np.int64)
         for conversation in trace:
-            self._clock.call_at(conversation.begin, partial(self._send_turn, conversation, 0, no_tokens))
-        end = trace[-1].begin
+            self._clock.call_at(conversation.begin_time, partial(self._send_turn, conversation, 0, no_tokens))
+        end = trace[-1].begin_time
         busy_seconds: list[tuple[float, float]] = []
         for time in (_WARM_UP_FRACTION * end, end):
             self._clock.call_at(time, lambda: busy_seconds.append(self._busy_seconds()))
@@ -223,14 +223,14 @@ class Cluster:
         )
 
 
-def capacity(costs: ClusterCosts, shape: TraceShape) -> float:
+def capacity(costs: ClusterCosts, parameters: TraceParameters) -> float:
     """Return the estimated requests per second of one worker without a prefix cache.
 
     The cost of a request is the time of its prompt tokens in full prefill steps of at most 512 tokens, plus
     the time of its answer tokens in decode steps with as many requests as fit into the batch and the cache.
     """
     limits, step = costs.limits, costs.step
-    trace = make_trace(shape)
+    trace = make_trace(parameters)
     answers = [turn.num_new_tokens for conversation in trace for turn in conversation.turns]
     mean_prompt_length, mean_answer_length = _mean_prompt_length(trace), sum(answers) / len(answers)
     step_tokens = min(limits.max_batch_input_tokens, 512)

@@ -65,10 +65,10 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def step_seconds(self, shape: StepShape) -> float:
         """Return the seconds of a step."""
-        entry = min(max(bisect_left(self.num_tokens, shape.num_tokens), 1), len(self.num_tokens) - 1)
-        low, high = self.num_tokens[entry - 1], self.num_tokens[entry]
-        slope = (self.seconds[entry] - self.seconds[entry - 1]) / (high - low)
-        table_seconds = self.seconds[entry - 1] + slope * (shape.num_tokens - low)
+        index = min(max(bisect_left(self.num_tokens, shape.num_tokens), 1), len(self.num_tokens) - 1)
+        low, high = self.num_tokens[index - 1], self.num_tokens[index]
+        slope = (self.seconds[index] - self.seconds[index - 1]) / (high - low)
+        table_seconds = self.seconds[index - 1] + slope * (shape.num_tokens - low)
         attention = self.per_pair * shape.num_pairs + self.per_key * shape.num_keys
         return table_seconds + self.per_sequence * shape.num_sequences + attention
 
@@ -76,7 +76,7 @@ class StepCostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the costs of a worker that is ``speed`` times as fast."""
         return StepCostTable(
             self.num_tokens,
-            [entry / speed for entry in self.seconds],
+            [seconds / speed for seconds in self.seconds],
             self.per_sequence / speed,
             self.per_pair / speed,
             self.per_key / speed,

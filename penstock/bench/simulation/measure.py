@@ -111,9 +111,10 @@ def _measure_decode_steps(
     Batches that exceed the limits are omitted.
     """
     for length in CONTEXT_LENGTHS:
-        blocks = -(-(length + 2 * repeats) // limits.block_size)
+        num_context_blocks = -(-(length + 2 * repeats) // limits.block_size)
         for batch_size in BATCH_SIZES:
-            if batch_size > limits.max_batch_size or batch_size * (blocks + 1) > limits.num_blocks:
+            num_blocks = batch_size * (num_context_blocks + 1)
+            if batch_size > limits.max_batch_size or num_blocks > limits.num_blocks:
                 continue
             contexts = _submit(scheduler, batch_size, length, 2 * repeats, vocab_size)
             while any(not len(context.generated_tokens) for context in contexts):

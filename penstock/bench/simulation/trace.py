@@ -30,7 +30,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceShape:
+class TraceParameters:
     """The parameters of a trace. Lengths are medians in tokens.
 
     Raises:
@@ -81,25 +81,25 @@ class SimulatedConversation:
     """The requests of one user."""
 
     name: str
-    begin: float
+    begin_time: float
     """Seconds from the start of the trace to the first turn."""
     turns: tuple[Turn, ...]
 
 
-def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
+def make_trace(parameters: TraceParameters) -> list[SimulatedConversation]:
     """Return conversations in the order in which they begin, with ``num_requests`` turns in total.
 
     Equal parameters result in equal traces.
     """
     conversations: list[SimulatedConversation] = []
-    requests_left, generator = shape.num_requests, np.random.default_rng(shape.seed)
-    for turns in _draw_conversations(shape, generator):
-        kept_turns = tuple(islice(turns, requests_left))
-        conversations.append(SimulatedConversation(f"user-{len(conversations)}", 0.0, kept_turns))
-        requests_left -= len(kept_turns)
-        if requests_left <= 0:
+    num_requests_left, generator = parameters.num_requests, np.random.default_rng(parameters.seed)
+    for turns in _draw_conversations(parameters, generator):
+        first_turns = tuple(islice(turns, num_requests_left))
+        conversations.append(SimulatedConversation(f"user-{len(conversations)}", 0.0, first_turns))
+        num_requests_left -= len(first_turns)
+        if num_requests_left <= 0:
             break
-    mean_gap = shape.num_requests / len(conversations) / shape.rate
+    mean_gap = parameters.num_requests / len(conversations) / parameters.rate
     gamma_shape = 1 / _BURSTINESS**2
     gaps = generator.gamma(gamma_shape, mean_gap / gamma_shape, len(conversations))
     start_times = np.cumsum(gaps) - gaps[0]
@@ -109,30 +109,36 @@ def make_trace(shape: TraceShape) -> list[SimulatedConversation]:
     ]
 
 
-def _draw_conversations(shape: TraceShape, generator: np.random.Generator) -> Iterator[list[Turn]]:
+def _draw_conversations(parameters: TraceParameters, generator: np.random.Generator) -> Iterator[list[Turn]]:
     """Yield the turns of an unlimited number of conversations, at least one turn each."""
-    half_max_length = shape.max_length // 2  # bounds lengths, so that the first turn fits into max_length
+    # An answer, and a prefix together with a message, have at most half_max_length tokens each, so that the
+    # first turn fits into max_length.
+    half_max_length = parameters.max_length // 2
     lengths = [
-        _draw_length(generator, shape.prefix_length, _PREFIX_SPREAD, half_max_length // 2)
-        for _ in range(shape.num_prefixes)
+        _draw_length(generator, parameters.prefix_length, _PREFIX_SPREAD, half_max_length // 2)
+        for _ in range(parameters.num_prefixes)
     ]
-    prefixes = [generator.integers(0, shape.vocab_size, length) for length in lengths]
-    weights = 1 / np.arange(1, shape.num_prefixes + 1)
+    prefixes = [generator.integers(0, parameters.vocab_size, length) for length in lengths]
+    weights = 1 / np.arange(1, parameters.num_prefixes + 1)
     weights /= weights.sum()
     while True:
-        prefix = prefixes[generator.choice(shape.num_prefixes, p=weights)]
+        prefix = prefixes[generator.choice(parameters.num_prefixes, p=weights)]
         turns: list[Turn] = []
         conversation_length = 0
-        for turn_index in range(generator.geometric(1 / shape.turns)):
-            length = _draw_length(generator, shape.message_length, _MESSAGE_SPREAD, half_max_length // 2)
-            message = generator.integers(0, shape.vocab_size, length)
+        for turn_index in range(generator.geometric(1 / parameters.turns)):
+            length = _draw_length(generator, parameters.message_length, _MESSAGE_SPREAD, half_max_length // 2)
+            message = generator.integers(0, parameters.vocab_size, length)
             if not turn_index:
                 message = np.concatenate([prefix, message])
-            num_new_tokens = _draw_length(generator, shape.answer_length, _ANSWER_SPREAD, half_max_length)
+            num_new_tokens = _draw_length(
+                generator, parameters.answer_length, _ANSWER_SPREAD, half_max_length
+            )
             conversation_length += len(message) + num_new_tokens
-            if conversation_length > shape.max_length:
+            if conversation_length > parameters.max_length:
                 break
-            turns.append(Turn(message, num_new_tokens, float(generator.exponential(shape.think_seconds))))
+            turns.append(
+                Turn(message, num_new_tokens, float(generator.exponential(parameters.think_seconds)))
+            )
         yield turns
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.bench.simulation.clock import BusyServer, Clock
 from penstock.bench.simulation.cluster import POLICIES, Cluster, capacity
 from penstock.bench.simulation.costs import ClusterCosts, RouterCosts, StepCostTable, WorkerLimits
-from penstock.bench.simulation.trace import SimulatedConversation, TraceShape, Turn, make_trace
+from penstock.bench.simulation.trace import SimulatedConversation, TraceParameters, Turn, make_trace
 from penstock.errors import InputError
 
 WORKER_LIMITS = WorkerLimits(
@@ -89,11 +89,11 @@ def test_the_second_turn_reuses_the_blocks_of_the_first() -> None:
 
 
 def test_prefix_aware_routing_has_more_hits_than_random_routing_and_is_deterministic() -> None:
-    shape = TraceShape(
+    parameters = TraceParameters(
         rate=8.0, num_requests=240, max_length=1024, num_prefixes=12, answer_length=20, think_seconds=2.0
     )
     costs = msgspec.structs.replace(COSTS, step=COSTS.step.scaled(4))
-    trace = make_trace(shape)
+    trace = make_trace(parameters)
     reports = {policy: Cluster(costs, 4, policy).run(trace) for policy in POLICIES}
     assert reports["prefix-aware"].hit_rate > 1.2 * reports["random"].hit_rate
     assert reports["prefix-aware"].first_token_latency[0] < reports["random"].first_token_latency[0]
@@ -121,10 +121,10 @@ def test_the_waiting_time_of_one_worker_agrees_with_queueing_theory() -> None:
 
 
 def test_the_capacity_of_a_worker_is_computed_from_the_seconds_per_token() -> None:
-    shape = TraceShape(rate=1.0, num_requests=50, max_length=1024, turns=1.0)
-    turns = [turn for conversation in make_trace(shape) for turn in conversation.turns]
+    parameters = TraceParameters(rate=1.0, num_requests=50, max_length=1024, turns=1.0)
+    turns = [turn for conversation in make_trace(parameters) for turn in conversation.turns]
     mean_tokens = np.mean([len(turn.message) + turn.num_new_tokens for turn in turns])
-    assert capacity(COSTS, shape) == pytest.approx(1 / (0.001 * mean_tokens))
+    assert capacity(COSTS, parameters) == pytest.approx(1 / (0.001 * mean_tokens))
 
 
 def test_a_trace_with_only_one_conversation_is_refused() -> None:

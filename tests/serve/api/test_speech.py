@@ -35,7 +35,7 @@ ROUTE = "/v1/audio/speech"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_speech(
-        tmp_path_factory.mktemp("speech"), end_logit=0.85, max_characters=60, voices=["amy"]
+        tmp_path_factory.mktemp("speech"), end_logit_ratio=0.85, max_characters=60, voices=["amy"]
     )
 
 

@@ -38,7 +38,7 @@ async def test_ranks_restart_after_a_kill_and_end_with_the_server(tmp_path: Path
     with server_process(log, "--tensor-parallel-size", "2", "--max-length", "512") as server:
         expected = server.complete(temperature=0)["choices"]
         for round_number, killed_rank in enumerate((1, 0, 1), 1):
-            worker = server.worker
+            worker = server.worker_pid
             assert worker is not None
             rank_pids = [worker, *find_other_ranks(worker)]
             assert len(rank_pids) == 2
@@ -55,7 +55,7 @@ async def test_ranks_restart_after_a_kill_and_end_with_the_server(tmp_path: Path
             assert server.complete(temperature=0)["choices"] == expected
             metrics = await asyncio.to_thread(server.wait_until_idle)
             assert metrics["penstock_worker_restarts_total"] == round_number
-        worker = server.worker
+        worker = server.worker_pid
         assert worker is not None
         rank_pids = [worker, *find_other_ranks(worker)]
         running_task = asyncio.ensure_future(send_request(server.port, 1))

@@ -68,11 +68,12 @@ async def test_a_killed_worker_fails_only_its_requests_and_a_reload_fails_none(t
     with server_process(log, "--data-parallel-size", "2", "--max-length", "1024") as server:
         expected_processors = sorted(sorted(share.processors) for share in divide_processors(2))
         assert (
-            sorted(sorted(os.sched_getaffinity(worker)) for worker in server.workers) == expected_processors
+            sorted(sorted(os.sched_getaffinity(worker)) for worker in server.worker_pids)
+            == expected_processors
         )
         client = ServerClient(server.url)
         expected = (await client.complete()).json()["choices"]
-        for killed_worker in sorted(server.workers):
+        for killed_worker in sorted(server.worker_pids):
             running_tasks = await client.start_four_per_worker(str(killed_worker))
             os.kill(killed_worker, signal.SIGKILL)
             await client.wait_until("up", 0, 1)
@@ -87,14 +88,14 @@ async def test_a_killed_worker_fails_only_its_requests_and_a_reload_fails_none(t
         assert await client.metric_per_worker("restarts_total") == [1, 1]
 
         # During a reload, every request is answered.
-        workers_before = set(server.workers)
+        workers_before = set(server.worker_pids)
         reload_task = asyncio.create_task(client.http.post("/reload"))
         statuses = set()
         while not reload_task.done():
             answers = await asyncio.gather(*(client.complete(max_tokens=20) for _ in range(3)))
             statuses |= {answer.status_code for answer in answers}
         assert (reload_task.result().json(), statuses) == ({"status": "reloaded"}, {200})
-        assert len(set(server.workers) - workers_before) == 2
+        assert len(set(server.worker_pids) - workers_before) == 2
         assert (await client.complete()).json()["choices"] == expected
         await client.http.aclose()
     assert "Traceback" not in log.read_text()

@@ -64,8 +64,8 @@ async def test_memory_and_results_are_stable_under_mixed_load(tmp_path: Path) ->
 def read_memory(server: ServerProcess) -> tuple[int, int]:
     """Return the resident bytes of the server and of its worker when no request runs."""
     server.wait_until_idle()
-    assert server.worker is not None
-    return server.memory(), server.memory(server.worker)
+    assert server.worker_pid is not None
+    return server.memory(), server.memory(server.worker_pid)
 
 
 async def run_clients(server: ServerProcess, seconds: float) -> Counter[str]:
