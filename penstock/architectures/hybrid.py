@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 LINEAR = "linear_attention"
 """The type of a layer with linear attention."""
 
-CONVOLUTION = ".conv1d.weight"
+CONVOLUTION_SUFFIX = ".conv1d.weight"
 """The end of the tensor name of the convolution of linear attention, see `TensorNames.other_tables`."""
-GATES = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+GATE_SUFFIXES = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 """The ends of the tensor names of the gates of linear attention, see `TensorNames.unquantized`."""
 
 

@@ -134,14 +134,14 @@ class PipelineRegistry:
 
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
-        """All records, by name and task."""
+        """All records, sorted by name and task."""
         records_by_key = {
             _record_key(record): record for folder in self._folders for record in self._load_folder(folder)
         }
         return tuple(record for _, record in sorted((records_by_key | self._registered).items()))
 
     def of_task(self, task: PipelineTask) -> tuple[SupportedArchitecture, ...]:
-        """Return the records of one task, by name."""
+        """Return the records of one task, sorted by name."""
         return tuple(architecture for architecture in self.architectures if architecture.task is task)
 
     def retrieve_architecture(

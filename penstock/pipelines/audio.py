@@ -67,12 +67,12 @@ class ChunkSizes:
 
 
 def create_audio(
-    pipeline_inputs: PipelineRequirements, codecs: CodecRegistry = CODECS
+    requirements: PipelineRequirements, codecs: CodecRegistry = CODECS
 ) -> AudioGeneratorPipeline:
     """Load the codec and the model, and return their pipeline.
 
     Args:
-        pipeline_inputs: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
+        requirements: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
         codecs: the registry in which the codec is looked up.
 
     Raises:
@@ -80,9 +80,9 @@ def create_audio(
         ConfigError: the codec does not fit the speech format, or a voice cannot be read.
         InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
-    config = pipeline_inputs.config
-    session = pipeline_inputs.open_session()
-    speech_format = pipeline_inputs.tokenizer.speech_format
+    config = requirements.config
+    session = requirements.open_session()
+    speech_format = requirements.tokenizer.speech_format
     folder = codec_folder(config, speech_format)
     record = codecs.detect(read_json_object(folder / "config.json"), folder)
     # Loaded before the model, so that the memory plan counts its memory as used.
@@ -90,7 +90,7 @@ def create_audio(
     check_codec(codec, speech_format)
     voices = load_voices(config.speech.voice, codec, folder)
     return AudioGeneratorPipeline(
-        create_speech_tokens(pipeline_inputs, session),
+        create_speech_tokens(requirements, session),
         codec,
         voices=voices,
         chunk_frames=config.speech.audio_chunk_frames,

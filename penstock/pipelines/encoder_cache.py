@@ -43,5 +43,5 @@ class EncoderCache:
         self._rows[image_hash] = rows
         self.num_bytes += rows.nbytes
         while self.num_bytes > self.max_bytes:
-            _, oldest = self._rows.popitem(last=False)
-            self.num_bytes -= oldest.nbytes
+            _, evicted_rows = self._rows.popitem(last=False)
+            self.num_bytes -= evicted_rows.nbytes

@@ -40,7 +40,7 @@ class ImageRows:
 
         Args:
             contexts: the batch.
-            row_counts: ``[B]``: the rows of each context in the step.
+            row_counts: ``[B]``: the number of rows of each context in the step.
 
         Returns:
             None if no row is a placeholder.

@@ -162,7 +162,7 @@ class OverlappedSteps:
             The request ids of the contexts whose rows are kept.
 
         Raises:
-            InputError: a context cannot be sampled. The step has no result.
+            InputError: the token rules of a context are invalid. No row is sampled.
         """
         all_contexts = step.contexts
         step.kept_rows = [
@@ -207,7 +207,7 @@ class OverlappedSteps:
     def runs_ahead(self, contexts: Sequence[TextContext]) -> bool:
         """Return whether several steps of these contexts can run in one call.
 
-        Contexts with a grammar, changed logits or log probabilities need work of the host after each step.
+        Contexts with a grammar, changed logits or log probabilities need work on the host after each step.
         """
         return all(
             not context.log_probabilities

@@ -153,7 +153,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return False
 
     def close(self) -> None:
-        """Stop threads that the pipeline started, and the other ranks of its model."""
+        """Stop the other ranks of the model. Subclasses also stop the threads that they have started."""
         if self.processes is not None:
             self.processes.close()
 

@@ -145,8 +145,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled.
 
-        Starts compiling the grammar of the context if needed. Reserves a slot for its adapter if it returns
-        True.
+        Starts compiling the grammar of the context if needed. If the result is True, a slot is reserved for
+        the adapter of the context.
 
         Raises:
             PenstockError: the context can never be scheduled.

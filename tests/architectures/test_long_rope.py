@@ -245,6 +245,6 @@ def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> N
     pipeline = open_pipeline(write_checkpoint(tmp_path, config))
     assert pipeline.model.kv_cache_spec is not None
     assert pipeline.model.kv_cache_spec.key_limits == ()
-    network: Any = pipeline.model
-    assert not network.network.is_length_dependent
-    assert math.isclose(network.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)
+    model: Any = pipeline.model
+    assert not model.network.is_length_dependent
+    assert math.isclose(model.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)

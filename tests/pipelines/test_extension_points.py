@@ -231,7 +231,7 @@ class FixedProposer:
     [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)],
     ids=["greedy", "sampled"],
 )
-def test_speculation_gives_the_text_of_plain_decoding(
+def test_speculation_gives_the_tokens_of_plain_decoding(
     pipeline: TextGenerationPipeline, num_correct: int, num_wrong: int, sampling: SamplingParams
 ) -> None:
     def contexts() -> list[TextContext]:

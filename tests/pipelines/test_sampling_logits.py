@@ -163,9 +163,9 @@ def test_adjusted_logits_equal_transformers() -> None:
         expected = processors(torch.from_numpy(context.all_tokens)[None], logits.clone())
         result = adjust(logits, [context])
         assert (result.argmax(), result.argmin().item()) == (expected.argmax(), 0)
-        finite = expected.isfinite()
-        torch.testing.assert_close(result[finite], expected[finite])
-        assert (result[~finite] <= -1e20).all()
+        is_finite = expected.isfinite()
+        torch.testing.assert_close(result[is_finite], expected[is_finite])
+        assert (result[~is_finite] <= -1e20).all()
 
 
 def test_frequency_and_presence_penalties_count_only_the_output() -> None:

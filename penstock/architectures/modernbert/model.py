@@ -150,7 +150,10 @@ def _head_dim(config: HuggingFaceConfig) -> int:
 
 
 def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
-    """Return the rotary embeddings of the types `FULL` and `SLIDING`, from newer or older ``config.json``."""
+    """Return the rotary configurations of the types `FULL` and `SLIDING`.
+
+    ``rope_parameters`` takes precedence over the keys of older ``config.json`` files.
+    """
     rope_section = config.section("rope_parameters")
 
     def rotary(layer_type: str) -> RotaryConfig:

@@ -81,7 +81,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     _draft_offset: int = 0
     _log_probabilities_data: dict[int, LogProbabilities] = msgspec.field(default_factory=dict)
     _prompt_log_probabilities: LogProbabilities | None = None
-    _scored_idx: int = 0  # log probabilities before this index were already reported
+    _scored_idx: int = 0  # with echo: the log probabilities before this index were already reported
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,10 +153,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def rollback(self, idx: int) -> None:
         """Remove the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
 
-        If an end-of-sequence token is removed, the context becomes active again. A context that has reached
-        its maximum length stays ended. The matcher is not rolled back.
+        If the token that ended the output is removed, the context becomes active again. A context that has
+        reached its maximum length stays ended. The matcher is not rolled back.
         """
-        output_end = self._completion_end_idx  # the index of an end-of-sequence token, if there is one
+        output_end = self._completion_end_idx  # the index of the token that ended the output, if one did
         super().rollback(idx)
         if idx > 0:
             for position in range(self._end_idx, self._end_idx + idx):
@@ -166,9 +166,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Set ``start_idx`` and ``committed_idx`` to 0, so that the next steps compute all tokens again.
+        """Remove the KV cache slot and set ``start_idx`` and ``committed_idx`` to 0.
 
-        ``prompt_tokens``, ``generated_tokens`` and the tokens already returned do not change.
+        The next steps compute all tokens again. ``prompt_tokens``, ``generated_tokens`` and the tokens that
+        were already returned do not change.
         """
         self.unassign_from_cache()
         self._start_idx = 0
@@ -377,7 +378,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     # Log probabilities: one row per position. The last row is for the token at active_idx.
 
     def _unreported_rows(self, rows: LogProbabilities) -> LogProbabilities:
-        """Return ``rows`` without the rows that a context with echo has reported before a preemption."""
+        """Return ``rows`` without rows that were reported before a preemption, and update `_scored_idx`.
+
+        Returns ``rows`` itself without ``log_probabilities_echo``.
+        """
         if not self.log_probabilities_echo:
             return rows
         reported_end, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)

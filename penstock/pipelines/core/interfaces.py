@@ -348,7 +348,7 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         """
 
     def runs_ahead(self, contexts: Sequence[AcceptedContext]) -> bool:
-        """Return whether several steps of these contexts can run in one call, without work of the host."""
+        """Return whether several steps of these contexts can run in one call, without work on the host."""
 
     def collects_first(self, step: LaunchedStep) -> bool:
         """Return whether a sampled step must be collected before the next step is launched."""

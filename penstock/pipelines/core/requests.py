@@ -161,7 +161,7 @@ class AudioGenerationRequest:
     voice: str | None = None
     """The name of a voice on which the model was trained."""
     streaming: bool = False
-    """Whether the audio is streamed. The first chunk is then short, for low latency."""
+    """Whether the audio is streamed. The first chunks are then short, for low latency."""
     adapter: str | None = None
     """The name of the LoRA adapter to use."""
     cache_salt: str | None = None

@@ -11,7 +11,8 @@
 
 The draft model samples with the seed and the positions of the context, and therefore with the same random
 numbers as the target. If both models have the same distribution, they sample the same token. Drafting ends
-with a draft that the grammar rejects. With equally many logits, drafts obey the grammar and token rules.
+with a draft that the grammar rejects. If both models have the same number of logits, drafts obey the grammar
+and the token rules.
 """
 
 from __future__ import annotations
@@ -353,7 +354,9 @@ def share_memory(
 
 
 def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
-    """Check that both models have equal tokenizers, or equal vocabulary sizes if a tokenizer.json is missing.
+    """Check that both models have equal tokenizers.
+
+    Compares the vocabulary sizes instead if a ``tokenizer.json`` is missing or cannot be read.
 
     Raises:
         ConfigError: the tokenizers or the sizes differ.
@@ -363,7 +366,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     if tokenizers[0] is not None and tokenizers[1] is not None:
         if tokenizers[0] == tokenizers[1]:
             return  # the sizes of the heads may differ, because of padding
-        difference = "their tokenizer.json differ in vocabulary or merges"
+        difference = "their tokenizer.json differ in model, added_tokens, normalizer or pre_tokenizer"
     elif vocabularies[0] == vocabularies[1]:
         return
     else:

@@ -23,8 +23,8 @@ class NGramProposer:
     Args:
         min_size: minimum number of tokens that must match.
         max_size: length of the longest indexed n-gram. If the last ``max_size`` tokens occur earlier, the
-            occurrence with the longest match is used, and among equally long matches the latest one.
-            Otherwise, the latest occurrence of the longest shorter n-gram is used.
+            longest match among the latest 8 occurrences is used, and among equally long matches the latest
+            one. Otherwise, the latest occurrence of the longest shorter n-gram is used.
     """
 
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
@@ -125,7 +125,7 @@ class _NGramIndex:
         return None
 
     def _longest_match(self, end: int) -> int:
-        """Return the end of the longest match among the occurrence at ``end`` and earlier occurrences."""
+        """Return the end of the longest match among the occurrence at ``end`` and up to 7 earlier ones."""
         best_end, best_length = end, self._match_length(end)
         for _ in range(_MAX_CANDIDATES - 1):
             previous_end = self.previous_ends.get(end)
