@@ -29,15 +29,17 @@ Resolve: TypeAlias = "Callable[[PipelineConfig], tuple[SupportedArchitecture, Ta
 """Returns the architecture and the task of a configuration; picklable."""
 
 
-def load_on_ranks(requirements: PipelineRequirements, task: TaskRecord, resolve: Resolve) -> AnyTaskPipeline:
+def load_on_ranks(
+    pipeline_inputs: PipelineRequirements, task: TaskRecord, resolve: Resolve
+) -> AnyTaskPipeline:
     """Start the other ranks, load the model on all ranks, and return the pipeline of rank 0.
 
     Raises:
         ConfigError: the model or its settings do not allow several processes.
         PenstockError: the model cannot be loaded on a rank.
     """
-    config = requirements.config
-    check_divisible(config, requirements.architecture)
+    config = pipeline_inputs.config
+    check_divisible(config, pipeline_inputs.architecture)
     devices = rank_devices(config)
     pins_ranks = config.parallel.pin_ranks and devices[0].is_host
     shares = rank_processors(len(devices)) if pins_ranks else ()
@@ -53,7 +55,7 @@ def load_on_ranks(requirements: PipelineRequirements, task: TaskRecord, resolve:
     try:
         if settings.cores:
             pin(settings.cores[0])
-        pipeline = task.load_factory()(replace(requirements, ranks=processes.join()))
+        pipeline = task.load_factory()(replace(pipeline_inputs, ranks=processes.join()))
         processes.wait_for("loaded")
     except BaseException:
         processes.close()

@@ -49,7 +49,7 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
             needed=weights_size + plan.activation_size,
             available=plan.available_memory,
         ) from error
-    measured = plan_memory(
+    measured_plan = plan_memory(
         replace(config, max_batch_input_tokens=plan.max_batch_input_tokens),
         spec,
         model_max_length=plan.max_length,
@@ -61,7 +61,7 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
         encoder_size=plan.encoder_size,
         encoder_cache_size=plan.encoder_cache_size,
     )
-    return replace(measured, model_max_length=plan.model_max_length)
+    return replace(measured_plan, model_max_length=plan.model_max_length)
 
 
 def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryPlan) -> None:

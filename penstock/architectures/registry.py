@@ -43,7 +43,7 @@ class SupportedArchitecture:
     task: PipelineTask
     """The task of the pipeline. A family that serves several tasks has one record for each."""
     pipeline_model: str | type
-    """The `PipelineModel`."""
+    """The class of the model, a `PipelineModel`."""
     supported_encodings: tuple[str, ...] | None = None
     """The supported encodings; None for all. A network read by a `penstock.nn.Loader` supports all."""
     example_repo_ids: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class SupportedArchitecture:
 
     The `pipeline_model` must then be a `penstock.architectures.vision.VisionModel`."""
     tiny_config: Callable[[], dict[str, object]] | None = None
-    """Returns a small ``config.json`` for tests with random weights. Required in every folder."""
+    """Returns a small ``config.json`` for tests with random weights. All families of Penstock set it."""
     package: str | None = None
     """The package of the family's folder, set by the registry."""
 

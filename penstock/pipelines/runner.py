@@ -61,7 +61,7 @@ class LaunchHandle:
     contexts: Sequence[TextContext]
     drafts: Sequence[list[int]]
     num_steps: int
-    """Number of steps; lower than requested if all sequences have ended earlier in a fused call."""
+    """Number of steps. Lower than requested if all sequences end before the last step of a fused call."""
     inputs: ModelInputs
     """Model inputs of the last forward, or of the first forward if the steps are fused."""
     rows: LogitRows

@@ -103,7 +103,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return None
 
     def num_steps_for(self, seconds: float) -> int:
-        """Estimate how many steps one `execute` call can run in ``seconds``."""
+        """Estimate how many steps one `execute` call can run in ``seconds``; by default 1."""
         return 1
 
     def prepare_next(self) -> bool:

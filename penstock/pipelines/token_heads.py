@@ -64,7 +64,7 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
         hidden_size: E, the size of the hidden states.
 
     Raises:
-        CheckpointError: a file cannot be read, or a tensor has a wrong shape.
+        CheckpointError: a file cannot be read, or a tensor is missing, unexpected or of a wrong shape.
     """
     ops, device = model.session.ops, model.torch_device
     weight_head, vector_head = model.token_weights, None

@@ -156,7 +156,7 @@ def test_min_new_tokens_delays_the_end(pipeline: TextGenerationPipeline) -> None
     assert not set(tokens[:7]) & set(plain_tokens)
 
 
-def test_a_full_cache_raises_an_error_and_changes_no_context(checkpoint: Path) -> None:
+def test_a_full_cache_raises_an_error_and_no_context_gets_a_token(checkpoint: Path) -> None:
     # float32 bytes * K and V * layers * kv heads * head dim * block size * blocks
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}

@@ -213,8 +213,8 @@ def _classifier(load: Loader, config: HuggingFaceConfig) -> ClassificationHead:
 
 def _masked_lm_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> MaskedLMHead:
     vocab_size, hidden = tokens.shape
-    tied = "decoder.weight" not in load.source
-    weight = tokens if tied else load.source.tensor("decoder.weight", (vocab_size, hidden))
+    is_tied = "decoder.weight" not in load.source
+    weight = tokens if is_tied else load.source.tensor("decoder.weight", (vocab_size, hidden))
     bias = load.source.tensor("decoder.bias", (vocab_size,)) if config.flag("decoder_bias", True) else None
     return MaskedLMHead(
         plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),

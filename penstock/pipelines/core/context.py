@@ -50,7 +50,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     log_probabilities_echo: bool = False
     """Whether log probabilities of prompt tokens are reported too."""
     ignore_eos: bool = False
-    """Whether the model's end-of-sequence tokens are ignored. They are then not in ``eos_token_ids``."""
+    """Whether the end-of-sequence tokens of the model are left out of ``eos_token_ids``."""
     json_schema: str | None = None
     """The JSON schema of the output; equivalent to a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -132,8 +132,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def jump_ahead(self, new_token: int) -> None:
         """Append a token that the grammar forces. The next step computes it.
 
-        Only ``eos_token_ids`` end the output; the caller must limit the length. Raises ``RuntimeError`` while
-        a prompt is computed in chunks.
+        ``eos_token_ids`` end the output. ``eos_sequences`` and ``max_length`` are not checked: the caller
+        must limit the length. Raises ``RuntimeError`` while a prompt is computed in chunks.
         """
         if self._active_idx < self._end_idx:
             raise RuntimeError(
@@ -254,7 +254,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         """Return for each of the next ``num_steps`` steps the tokens that must not be sampled, ``[n, 2]``.
 
         The rows are (0, token id). While fewer than ``min_tokens`` tokens are generated, the tokens are all
-        ``eos_token_ids``. Callers add the row of the batch to the first column.
+        ``eos_token_ids``; later there are none. Callers add the row of the batch to the first column.
         """
         positions = range(self._active_idx, self._active_idx + num_steps)
         masked_positions = range(self._prompt_len, self._prompt_len + self.min_tokens)

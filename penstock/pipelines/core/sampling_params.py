@@ -58,7 +58,7 @@ class SamplingParams:
     detokenize: bool = True
     """Whether to decode the output to text."""
     seed: int = 0
-    """Seed of the random numbers: equal seeds, prompts and parameters give equal outputs."""
+    """Seed of the random numbers. Equal seeds give equal random numbers at equal positions of a sequence."""
     _: KW_ONLY
     logit_bias: dict[int, float] | None = None
     """Maps token ids to biases in [-100, 100], which are added to their logits before all other rules."""
