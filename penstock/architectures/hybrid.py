@@ -96,7 +96,7 @@ def hybrid_layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
     Without ``layer_types``, each n-th layer has full attention; n is ``full_attention_interval``, or 4.
 
     Raises:
-        ConfigError: the value is not a list of these names, one for each layer, or it lacks one of them.
+        ConfigError: ``layer_types`` does not name one of the two types for each layer, or lacks a type.
     """
     count, types = num_layers(config), config.get("layer_types")
     if types is None:

@@ -204,7 +204,7 @@ class OverlappedSteps:
         except Exception:
             _logger.debug("a step whose result is not needed failed", exc_info=True)
 
-    def runs_ahead(self, contexts: Sequence[TextContext]) -> bool:
+    def can_run_several_steps(self, contexts: Sequence[TextContext]) -> bool:
         """Return whether several steps of these contexts can run in one call.
 
         Contexts with a grammar, changed logits or log probabilities need work on the host after each step.

@@ -347,7 +347,7 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         Returns the request ids of contexts that end with the step. These contexts do not move.
         """
 
-    def runs_ahead(self, contexts: Sequence[AcceptedContext]) -> bool:
+    def can_run_several_steps(self, contexts: Sequence[AcceptedContext]) -> bool:
         """Return whether several steps of these contexts can run in one call, without work on the host."""
 
     def collects_first(self, step: LaunchedStep) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import InputError
-from penstock.pipelines.core.parameter_hints import hinting_class
+from penstock.pipelines.core.parameter_hints import suggest_constructor_parameters
 from penstock.plain_numbers import (
     checked_flag,
     checked_ids,
@@ -19,7 +19,7 @@ from penstock.plain_numbers import (
 )
 
 
-@hinting_class
+@suggest_constructor_parameters
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling parameters of one request. The defaults select greedy decoding.

@@ -116,7 +116,7 @@ class DraftModelProposer:
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             if limit > 0 or context.active_idx < context.end_idx:
                 state = self._updated_state(context)
-                if self._prepare(state, limit, num_tokens_left, contexts):
+                if self._select_and_reserve(state, limit, num_tokens_left, contexts):
                     num_tokens_left -= state.draft_context.active_length
                     indices[context.request_id] = index
                     batch.append(state)
@@ -172,7 +172,7 @@ class DraftModelProposer:
         self._states[context.request_id] = state
         return state
 
-    def _prepare(
+    def _select_and_reserve(
         self, state: _DraftState, limit: int, num_tokens_left: int, contexts: Sequence[TextContext]
     ) -> bool:
         """Select the tokens to compute next and reserve their blocks.
@@ -217,7 +217,7 @@ class DraftModelProposer:
     # -- Drafting ---------------------------------------------------------------------------------------
 
     def _draft(self, batch: list[_DraftState], limits: Sequence[int]) -> list[_DraftState]:
-        """Compute the tokens that `_prepare` has selected, then draft. Return the states with drafts."""
+        """Compute the tokens that `_select_and_reserve` selected, and draft. Return the drafting states."""
         if not batch:
             return []
         logits = self._runner.forward([state.draft_context for state in batch])

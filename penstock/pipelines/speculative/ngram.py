@@ -34,7 +34,7 @@ class NGramProposer:
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [
-            self._index(context).continuation(limit) if limit > 0 else []
+            self._updated_index(context).continuation(limit) if limit > 0 else []
             for context, limit in zip(contexts, limits, strict=True)
         ]
 
@@ -52,7 +52,7 @@ class NGramProposer:
     def prefault_next(self) -> bool:
         return False
 
-    def _index(self, context: TextContext) -> _NGramIndex:
+    def _updated_index(self, context: TextContext) -> _NGramIndex:
         """Return the index of all tokens of a context.
 
         Builds a new index for a new context, and if the indexed tokens are no longer a prefix of the
