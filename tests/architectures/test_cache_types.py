@@ -200,7 +200,7 @@ def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Ten
 
 
 @pytest.mark.parametrize("has_fixed_scales", [False, True])
-def test_text_does_not_depend_on_the_batch_or_the_prefix_cache(
+def test_tokens_do_not_depend_on_the_batch_or_the_prefix_cache(
     checkpoint: Path, tmp_path: Path, has_fixed_scales: bool
 ) -> None:
     """The test also checks that copying and discarding blocks includes row scales but not fixed scales."""

@@ -190,7 +190,7 @@ def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
     assert model.encoder_graphs is not graphs_before
 
 
-def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path) -> None:
+def test_requests_with_images_use_graphs_and_give_the_eager_tokens(tmp_path: Path) -> None:
     config = find_architecture("smolvlm").tiny_config()
     pipeline = open_vision(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
     eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
@@ -211,7 +211,7 @@ def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path)
     assert model.encoder_graphs.num_graphs
 
 
-def test_several_steps_after_an_image_give_the_text_of_single_eager_steps(tmp_path: Path) -> None:
+def test_several_steps_after_an_image_give_the_tokens_of_single_eager_steps(tmp_path: Path) -> None:
     """In a call of several steps, only the first step reads the embedding of the image's last token."""
     folder = write_vision_checkpoint("llava", tmp_path)
 

@@ -640,7 +640,7 @@ def test_outputs_of_refused_requests_equal_those_of_synchronous_steps(
 
 def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list[LazyQueue]) -> None:
     """The calls use stop strings, several choices, and a stream that is closed before its end."""
-    texts = {}
+    results_by_kernels = {}
     for kernels in ("cpu", "lazy"):
         llm = LLM(str(folder), kernels=kernels, deterministic=True, max_batch_size=4)
         prompts = ["Once upon", "a", "The quick brown fox jumps"]
@@ -655,9 +655,9 @@ def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list
         stream.close()
         outputs = llm.generate(prompts, SamplingParams(temperature=1, max_new_tokens=12, seed=4), n=3)
         actual += [output.text for output in outputs]
-        texts[kernels] = actual
+        results_by_kernels[kernels] = actual
         llm.close()
-    assert texts["lazy"] == texts["cpu"]
+    assert results_by_kernels["lazy"] == results_by_kernels["cpu"]
     assert not queues[-1].num_waiting
 
 
