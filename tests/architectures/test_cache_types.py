@@ -88,7 +88,7 @@ def test_logits_of_bfloat16_int8_and_fp8_caches_are_close_to_float32(checkpoint:
     }
     # fp8 has a mantissa of 3 bits and bfloat16 one of 7 bits, so fp8 rounds 2**4 times as coarsely.
     assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]
-    assert 0 < errors["int8"] < errors["fp8"] < 0.2  # Random weights make the bound large.
+    assert 0 < errors["int8"] < errors["fp8"] < 0.2  # The bound is large because the weights are random.
 
 
 def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(

@@ -68,7 +68,7 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
         make_context(random_tokens(n, 130, seed=n)) for n in (5, 20, 33)
     )
     run_step(short_context, num_rows=5)
-    for _ in range(30):  # The text crosses two block boundaries.
+    for _ in range(30):  # The sequence crosses two block boundaries.
         run_step(short_context)
     run_step(medium_context, num_rows=20)
     run_step(long_context, num_rows=33)
@@ -79,7 +79,7 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     for _ in range(3):
         run_step(short_context)
         run_step(short_context, long_context)
-    # The preempted text is recomputed in chunks, in a batch with single tokens of another request.
+    # The preempted context is recomputed in chunks, in batches with single tokens of another context.
     for number in range(8):
         medium_context.set_token_indices(active_idx=medium_context.start_idx + 4)
         contexts = [medium_context, long_context] if number % 3 else [long_context, medium_context]

@@ -1,4 +1,4 @@
-"""Models with linear attention: their recurrent states in batches, forks, captured steps and failed steps."""
+"""Models with linear attention: states of answers and beams, of captured steps and of failed steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaVA against transformers, with several vision encoders, projectors and decoders."""
+"""LLaVA with several vision encoders, projectors and decoders gives the results of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning of the KV cache on a device with measured memory; a fake reports the measurements."""
+"""Planning of the KV cache on a device with measured memory. A fake device returns the measurements."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_logits_of_a_mixed_batch_equal_transformers(
 
 @pytest.fixture(scope="module")
 def greedy_continuations(reference: Any, vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and their continuations by transformers."""
+    """Return prompts, each with its greedy continuation in transformers."""
     prompts = [random_tokens(length, vocab_size, seed=length) for length in (5, 40)]
     return [(prompt, transformers_greedy(reference, prompt, 30)) for prompt in prompts]
 

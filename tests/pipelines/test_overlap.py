@@ -473,7 +473,7 @@ def test_choices_equal_those_of_synchronous_steps(pipelines: dict[str, TextGener
 def test_outputs_with_adapters_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
-    """Two adapters share one slot. Loading an adapter must not affect running requests of the other one."""
+    """Two adapters share one slot. Loading one must not affect running requests of the other adapter."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
@@ -523,7 +523,7 @@ def test_outputs_of_cancelled_requests_equal_those_of_synchronous_steps(
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
     context = make_named_context("a", PROMPT, 20)
     scheduler.submit(context)
-    scheduler.step()  # the step is launched, and its results are not collected
+    scheduler.step()  # launches a step whose results are not collected yet
     scheduler.cancel("a")
     assert scheduler.step() == {}
     assert not scheduler.has_work
@@ -665,7 +665,7 @@ def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list
 def test_worker_results_equal_those_of_synchronous_steps(
     common_values: dict[str, Any], queues: list[LazyQueue], log_probabilities: int
 ) -> None:
-    """After the last result, discard the cache while a step is launched whose requests have ended.
+    """The cache is discarded after the last result, while a launched step still contains ended requests.
 
     With log probabilities, the last call launches no step.
     """

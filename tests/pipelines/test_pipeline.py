@@ -444,7 +444,7 @@ def test_a_context_of_another_task_is_refused(pipeline: TextGenerationPipeline) 
 def test_a_speech_context_ends_with_its_last_token(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speech-token pipeline is a subclass with another context type."""
+    """The pipeline gets the context type of its subclass for speech tokens."""
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 2)])
     monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)

@@ -157,7 +157,7 @@ def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
     bitmask = torch.zeros(3, 3, dtype=torch.int32)
     bitmask[0, 2] = 1 << 5  # allows only token 69
     bitmask[1] = -1
-    bitmask[2, 0] = torch.tensor(-(2**31))  # allows only token 31, which is the sign bit
+    bitmask[2, 0] = torch.tensor(-(2**31))  # the sign bit allows only token 31
     ones = torch.ones(3)
     inputs = SamplingInputs(
         ones,

@@ -217,7 +217,7 @@ class DraftModelProposer:
     # -- Drafting ---------------------------------------------------------------------------------------
 
     def _draft(self, batch: list[_DraftState], limits: Sequence[int]) -> list[_DraftState]:
-        """Compute the tokens that `_select_and_reserve` selected, and draft. Return the drafting states."""
+        """Compute the selected tokens of each state, then draft. Return the states that have drafts."""
         if not batch:
             return []
         logits = self._runner.forward([state.draft_context for state in batch])
@@ -270,7 +270,7 @@ class DraftModelProposer:
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
-        # A row without finite logits drafts token 0, because verification rejects wrong drafts.
+        # A row without finite logits drafts token 0. This is harmless: verification rejects wrong drafts.
         for state, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
             state.drafts.append(token)
 
