@@ -114,7 +114,7 @@ class OverlappedSteps:
         """Launch the forward of a batch.
 
         Args:
-            batch: the contexts, claimed and with reserved blocks for one step.
+            batch: the contexts, with KV cache slots, and with blocks reserved for one step.
             after: the previous step if it is not collected yet. Contexts that are in both batches have
                 advanced.
 

@@ -60,7 +60,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """Run up to ``num_steps`` steps and return the output of each context, by request id.
 
         Raises:
-            PenstockError: a context cannot be served; no context has changed.
+            PenstockError: a context cannot be served; no context has new tokens.
         """
 
     def release(self, context: ContextT) -> None:
@@ -70,7 +70,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     def discard_cache(self) -> None:
         """Return the memory of the KV cache to the system. Later steps allocate the memory again.
 
-        No context may be claimed.
+        No context may have a KV cache slot.
 
         Raises:
             UnsupportedFeatureError: the memory of the device cannot be returned.

@@ -169,7 +169,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         the result contains the tokens of all other contexts.
 
         Raises:
-            InputError: a context cannot be served; no context has changed.
+            PenstockError: a context cannot be served. No context has received a token.
             InsufficientBlocksError: the KV cache has too few free blocks or recurrent states. No context has
                 received a token, but contexts keep the slots and blocks that they have already received.
             ForkedProcessError: the model was loaded before this process was forked.

@@ -103,8 +103,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
         """Append a sampled token, with the log probabilities of the step's positions.
 
-        After any chunk of the prompt except the last, ``new_token`` is dropped, and the rest of the prompt
-        becomes active. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are kept
+        After any chunk of the prompt except the last, ``new_token`` is dropped, and the rest of the prompt is
+        computed next. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are stored
         (:attr:`prompt_log_probabilities`). The token that reaches ``max_length`` is part of the output.
         An end-of-sequence token, or the last token of an end sequence, is not part of the output.
         """
