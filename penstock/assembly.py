@@ -174,7 +174,7 @@ def load_pipeline(
         )
     architecture, task = catalog.resolve(config)
     architecture.check_encoding(config.model.encoding)
-    pipeline_inputs = PipelineRequirements(
+    requirements = PipelineRequirements(
         config=config,
         architecture=architecture,
         tokenizer=tokenizer,
@@ -182,11 +182,11 @@ def load_pipeline(
         prefaulted=prefaulted or PrefaultedMemory(),
     )
     if not config.parallel.is_divided:
-        return task.load_factory()(pipeline_inputs)
+        return task.load_factory()(requirements)
     from penstock.ranks import load_on_ranks
 
     picklable_catalog = replace(catalog, tasks=dict(catalog.tasks))
-    return load_on_ranks(pipeline_inputs, task, picklable_catalog.resolve)
+    return load_on_ranks(requirements, task, picklable_catalog.resolve)
 
 
 def check_checkpoint(config: PipelineConfig) -> Any:

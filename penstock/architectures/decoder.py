@@ -393,7 +393,7 @@ class DecoderModel(NetworkModel[TextContext]):
         return None if spans is None else self._to_device(spans, np.int32)
 
     def _requested_rows(self, states: Tensor, row_offsets: Tensor) -> Tensor:
-        """Return all rows of the hidden states, or the last row of each sequence."""
+        """Return the rows that `return_hidden_states` requests: all, or the last row of each sequence."""
         all_rows = self.return_hidden_states in (ReturnHiddenStates.ALL, ReturnHiddenStates.ALL_NORMALIZED)
         return states if all_rows else states[row_offsets[1:].long() - 1]
 

@@ -52,15 +52,15 @@ class Follower:
     def execute_steps(self, message: StepMessage, num_steps: int, stop_ids: np.ndarray) -> None:
         """Run several decode steps in one call. Only rank 0 samples, so the sampling inputs are dummies."""
         inputs = message.inputs(self._kv, self._model.lora_manager)
-        rows = len(inputs.tokens)
+        num_rows = len(inputs.tokens)
         dummy_sampling = SamplingInputs(
-            torch.zeros(rows),
-            torch.zeros(rows, dtype=torch.int64),
-            torch.ones(rows),
-            torch.zeros(rows),
-            torch.zeros(rows, dtype=torch.float64),
+            torch.zeros(num_rows),
+            torch.zeros(num_rows, dtype=torch.int64),
+            torch.ones(num_rows),
+            torch.zeros(num_rows),
+            torch.zeros(num_rows, dtype=torch.float64),
         )
-        uniforms = torch.zeros(num_steps, rows, dtype=torch.float64)
+        uniforms = torch.zeros(num_steps, num_rows, dtype=torch.float64)
         sampled = self._model.execute_steps(inputs, dummy_sampling, uniforms, torch.from_numpy(stop_ids))
         assert sampled is not None, "rank 0 runs a step that this rank has not compiled"
 

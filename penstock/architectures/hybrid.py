@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 LINEAR = "linear_attention"
 """The type of a layer with linear attention."""
 
-CONVOLUTION = ".conv1d.weight"
+CONVOLUTION_SUFFIX = ".conv1d.weight"
 """The end of the tensor name of the convolution of linear attention, see `TensorNames.other_tables`."""
-GATES = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+GATE_SUFFIXES = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
 """The ends of the tensor names of the gates of linear attention, see `TensorNames.unquantized`."""
 
 
@@ -96,7 +96,7 @@ def hybrid_layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
     Without ``layer_types``, each n-th layer has full attention; n is ``full_attention_interval``, or 4.
 
     Raises:
-        ConfigError: the value is not a list of these names, one for each layer, or it lacks one of them.
+        ConfigError: ``layer_types`` does not name one of the two types for each layer, or lacks a type.
     """
     count, types = num_layers(config), config.get("layer_types")
     if types is None:

@@ -49,7 +49,7 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
             needed=weights_size + plan.activation_size,
             available=plan.available_memory,
         ) from error
-    measured = plan_memory(
+    measured_plan = plan_memory(
         replace(config, max_batch_input_tokens=plan.max_batch_input_tokens),
         spec,
         model_max_length=plan.max_length,
@@ -61,17 +61,17 @@ def plan_from_measurement(model: PipelineModel[Any], spec: KVCacheSpec, memory: 
         encoder_size=plan.encoder_size,
         encoder_cache_size=plan.encoder_cache_size,
     )
-    return replace(measured, model_max_length=plan.model_max_length)
+    return replace(measured_plan, model_max_length=plan.model_max_length)
 
 
 def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryPlan) -> None:
     """Run the largest step of a plan and sample from its logits, on a minimal KV cache."""
     contexts = _largest_batch(plan)
-    blocks = sum(-(-context.current_length // plan.block_size) for context in contexts)
+    num_blocks = sum(-(-context.current_length // plan.block_size) for context in contexts)
     device = model.devices[0].torch_device
     kv = KVCacheManager(
         spec,
-        [blocks + 1] * len(spec.groups),
+        [num_blocks + 1] * len(spec.groups),
         plan.block_size,
         device=device,
         enable_prefix_caching=False,
@@ -85,13 +85,13 @@ def run_largest_step(model: PipelineModel[Any], spec: KVCacheSpec, plan: MemoryP
     )
     logits = outputs.logits if outputs.next_token_logits is None else outputs.next_token_logits
     assert logits is not None, "the model returned no logits"
-    rows = len(logits)
+    num_rows = len(logits)
     sampling = SamplingInputs(
-        torch.ones(rows, device=device),
-        torch.zeros(rows, dtype=torch.int64, device=device),
-        torch.full((rows,), 0.9, device=device),
-        torch.zeros(rows, device=device),
-        torch.full((rows,), 0.5, dtype=torch.float64, device=device),
+        torch.ones(num_rows, device=device),
+        torch.zeros(num_rows, dtype=torch.int64, device=device),
+        torch.full((num_rows,), 0.9, device=device),
+        torch.zeros(num_rows, device=device),
+        torch.full((num_rows,), 0.5, dtype=torch.float64, device=device),
     )
     # The clone has the size of the copy that penalties make of the logits.
     model.session.ops.sample(logits.float().clone(), sampling)

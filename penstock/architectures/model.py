@@ -51,7 +51,8 @@ _UNSET: Any = None  # a default, so that a subclass with other inputs can leave 
 class ModelInputs:
     """A ragged batch: the rows of all sequences, concatenated.
 
-    The rows of a sequence are a whole prompt, a chunk of it or a single token, then its drafted tokens.
+    The rows of a sequence are a whole prompt, a chunk of a prompt or the tokens of a decode step, followed by
+    the drafted tokens of the sequence.
     """
 
     tokens: Tensor = _UNSET
@@ -158,7 +159,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self.return_hidden_states = return_hidden_states
         spec, shard = self.kv_spec(pipeline_config, self.huggingface_config), session.shard
         spec = spec and with_stored_scales(spec, pipeline_config)
-        # Plan with the largest number of kv heads of any rank, so that all ranks have the same blocks.
+        # Plan with the largest number of kv heads of any rank, so that all ranks have equally many blocks.
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.max_kv_heads))
         self.memory_plan = self._plan_memory()
         self.kv_cache_spec = spec and (spec if shard.is_whole else spec.with_kv_heads(shard.num_kv_heads))
@@ -306,8 +307,9 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         Args:
             replica_batches: the batch of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch, for a model with a KV cache.
-            return_n_logits: the number of rows of logits per sequence with `ReturnLogits.VARIABLE`: one for
-                all sequences, or one for each. A list is passed only for drafts and echoed prompts.
+            return_n_logits: rows of logits per sequence with `ReturnLogits.VARIABLE`: one number for all
+                sequences, or a list with a number for each. It is a list only if the batch has drafts or
+                echoed prompts.
             drafts: drafted tokens of each context, appended to its active tokens. Passed only with
                 speculative decoding.
         """
@@ -348,7 +350,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _free_memory(self, weights_size: int) -> int:
         """Return the bytes available for weights, activations and KV cache before the model is loaded."""
-        # `prefaulted` is read before the free memory, because a thread moves free memory into it.
+        # Read before the free memory: a thread turns free memory into idle prefaulted memory. In the other
+        # order, memory that the thread turns between the two calls would be counted twice.
         free = self.session.prefaulted.num_idle
         free += self.session.free_memory_of(self.devices)
         private = private_memory.free()

@@ -43,7 +43,7 @@ class SupportedArchitecture:
     task: PipelineTask
     """The task of the pipeline. A family that serves several tasks has one record for each."""
     pipeline_model: str | type
-    """The `PipelineModel`."""
+    """The class of the model, a `PipelineModel`."""
     supported_encodings: tuple[str, ...] | None = None
     """The supported encodings; None for all. A network read by a `penstock.nn.Loader` supports all."""
     example_repo_ids: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class SupportedArchitecture:
 
     The `pipeline_model` must then be a `penstock.architectures.vision.VisionModel`."""
     tiny_config: Callable[[], dict[str, object]] | None = None
-    """Returns a small ``config.json`` for tests with random weights. Required in every folder."""
+    """Returns a small ``config.json`` for tests with random weights. All families of Penstock set it."""
     package: str | None = None
     """The package of the family's folder, set by the registry."""
 
@@ -134,14 +134,14 @@ class PipelineRegistry:
 
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
-        """All records, by name and task."""
+        """All records, sorted by name and task."""
         records_by_key = {
             _record_key(record): record for folder in self._folders for record in self._load_folder(folder)
         }
         return tuple(record for _, record in sorted((records_by_key | self._registered).items()))
 
     def of_task(self, task: PipelineTask) -> tuple[SupportedArchitecture, ...]:
-        """Return the records of one task, by name."""
+        """Return the records of one task, sorted by name."""
         return tuple(architecture for architecture in self.architectures if architecture.task is task)
 
     def retrieve_architecture(

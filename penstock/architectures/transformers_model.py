@@ -68,18 +68,18 @@ class ModuleNetwork:
         return logits
 
     def head(self, x: Tensor, step: StepInputs) -> Tensor:
-        """Not used; `logits` runs the module, which applies its head itself."""
+        """Raise ``NotImplementedError``: `logits` runs the module, which applies its head itself."""
         raise NotImplementedError
 
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Not used; `logits` runs the module."""
+        """Raise ``NotImplementedError``: `logits` runs the module."""
         raise NotImplementedError
 
 
 class TransformersModel(DecoderModel):
-    """Runs the transformers module of a family that has no network of Penstock."""
+    """Runs the transformers module of a family for which Penstock has no network."""
 
     network: ModuleNetwork
 

@@ -37,7 +37,7 @@ class VisionModel(ABC):
 
     @abstractmethod
     def encoder_rows(self, image: ImageMetadata) -> int:
-        """Return the rows of an image in the vision tower: one per patch, plus a class row in CLIP."""
+        """Return the number of vision tower rows of an image: one per patch, plus a class row in CLIP."""
 
     @classmethod
     @abstractmethod

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from penstock.kernels import PackedLinear
     from penstock.nn import BlockParts, LoadBlock
 
-_ROWS_PER_PATCH = 6
-"""Activations that the vision tower holds at once per patch, in widths of its widest layer."""
-
+_WIDEST_ROWS_PER_PATCH = 6
+"""Maximum memory of the vision tower per patch, in rows as wide as the widest layer. For the memory plan."""
 
 MAX_ENCODER_GRAPHS = 8
 """Maximum number of image shapes for which a graph of the encoder is kept."""
@@ -175,7 +174,10 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         return self.network.encoder(images, EncoderRunner(self.session.ops, graphs))
 
     def _find_encoder_graphs(self) -> GraphCache | None:
-        """Return the graphs of the encoder; None if operations run eagerly."""
+        """Return the graphs of the encoder; None if operations run eagerly.
+
+        Creates them if there are none for the compiler of the session.
+        """
         graphs = self.session.graphs
         if graphs is None or self.session.ranks is not None:
             return None
@@ -192,4 +194,4 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     @classmethod
     def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
         size = encoding_named(pipeline_config.model.encoding).compute_dtype.size_in_bytes
-        return _ROWS_PER_PATCH * cls.widest_layer(huggingface_config) * size
+        return _WIDEST_ROWS_PER_PATCH * cls.widest_layer(huggingface_config) * size

@@ -36,7 +36,7 @@ from penstock.pipelines.core import (
     SamplingParams,
 )
 from penstock.pipelines.core.embeddings import EmbeddingsFields, EmbeddingsOptions
-from penstock.pipelines.core.parameter_hints import hinting
+from penstock.pipelines.core.parameter_hints import suggest_parameters
 from penstock.worker.engine_client import EngineClient
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class AsyncLLM(AsyncSpeechMethods):
     ) -> None:
         await self.close()
 
-    @hinting
+    @suggest_parameters
     def stream(
         self,
         prompt: Prompt | None = None,
@@ -190,7 +190,7 @@ class AsyncLLM(AsyncSpeechMethods):
         options = OutputOptions.from_arguments(1, None, logprobs, prompt_logprobs)
         return self._stream(sampling_params, options, fields)
 
-    @hinting
+    @suggest_parameters
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -219,7 +219,7 @@ class AsyncLLM(AsyncSpeechMethods):
         )
         return await self._generate(batch.for_prompts(prompts, images), sampling_params, options)
 
-    @hinting
+    @suggest_parameters
     async def chat(
         self,
         messages: ChatMessages | Sequence[ChatMessages],
@@ -250,7 +250,7 @@ class AsyncLLM(AsyncSpeechMethods):
         fields = batch.for_conversations(messages, tools, chat_template_kwargs)
         return await self._generate(fields, sampling_params, options)
 
-    @hinting
+    @suggest_parameters
     async def embed(
         self,
         inputs: EmbeddingsInput | Sequence[EmbeddingsInput],

@@ -33,7 +33,7 @@ from penstock.pipelines.core import (
     PipelineTask,
     SamplingParams,
 )
-from penstock.pipelines.core.parameter_hints import hinting
+from penstock.pipelines.core.parameter_hints import suggest_parameters
 
 __all__ = ["LLM", "GenerationOutput", "Speech", "SpeechStream", "TextStream"]
 
@@ -93,7 +93,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         self._runner = self._runner_class(self.pipeline, self._scheduler)
         self._text = TextRequests(config, self.tokenizer, self._runner)
 
-    @hinting
+    @suggest_parameters
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -151,7 +151,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(batch.for_prompts(prompts, images), sampling_params, options, use_tqdm)
 
-    @hinting
+    @suggest_parameters
     def chat(
         self,
         messages: ChatMessages | Sequence[ChatMessages],
@@ -195,7 +195,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         options = OutputOptions.from_arguments(n, best_of, logprobs, prompt_logprobs)
         return self._text.generate(fields, sampling_params, options, use_tqdm)
 
-    @hinting
+    @suggest_parameters
     def stream(
         self,
         prompt: Prompt | None = None,
@@ -242,7 +242,7 @@ class LLM(EmbeddingsMethods, SpeechMethods):
         (builder,) = self._text.builders(request, options)
         return TextStream(builder, self._text.stream(builder), options)
 
-    @hinting
+    @suggest_parameters
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],

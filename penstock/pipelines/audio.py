@@ -67,12 +67,12 @@ class ChunkSizes:
 
 
 def create_audio(
-    pipeline_inputs: PipelineRequirements, codecs: CodecRegistry = CODECS
+    requirements: PipelineRequirements, codecs: CodecRegistry = CODECS
 ) -> AudioGeneratorPipeline:
     """Load the codec and the model, and return their pipeline.
 
     Args:
-        pipeline_inputs: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
+        requirements: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
         codecs: the registry in which the codec is looked up.
 
     Raises:
@@ -80,9 +80,9 @@ def create_audio(
         ConfigError: the codec does not fit the speech format, or a voice cannot be read.
         InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
-    config = pipeline_inputs.config
-    session = pipeline_inputs.open_session()
-    speech_format = pipeline_inputs.tokenizer.speech_format
+    config = requirements.config
+    session = requirements.open_session()
+    speech_format = requirements.tokenizer.speech_format
     folder = codec_folder(config, speech_format)
     record = codecs.detect(read_json_object(folder / "config.json"), folder)
     # Loaded before the model, so that the memory plan counts its memory as used.
@@ -90,7 +90,7 @@ def create_audio(
     check_codec(codec, speech_format)
     voices = load_voices(config.speech.voice, codec, folder)
     return AudioGeneratorPipeline(
-        create_speech_tokens(pipeline_inputs, session),
+        create_speech_tokens(requirements, session),
         codec,
         voices=voices,
         chunk_frames=config.speech.audio_chunk_frames,
@@ -114,9 +114,10 @@ def codec_folder(config: PipelineConfig, speech_format: SpeechFormat) -> Path:
 
 
 def codec_encoding(config: PipelineConfig, codec: SupportedCodec) -> str | None:
-    """Return the weight encoding of the codec: the configured one, or the model's if the codec supports it.
+    """Return the weight encoding of the codec: the configured one, or that of the model if supported.
 
-    None selects the default of the codec.
+    Returns None, which selects the default of the codec, if none is configured and the codec does not support
+    the encoding of the model.
     """
     if config.speech.codec_encoding is not None:
         return config.speech.codec_encoding
@@ -195,7 +196,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         """
         if num_tokens < 1:
             raise InputError(f"num_tokens must be at least 1, was {num_tokens}")
-        self._check(batch)
+        self._check_batch(batch)
         token_limits = dict.fromkeys(batch, num_tokens)
         self.speech_lm_pipeline.next_speech_token(self._generating_contexts(batch), num_tokens, token_limits)
         max_frames = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
@@ -213,7 +214,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
         """
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
-        self._check(batch)
+        self._check_batch(batch)
         generating_contexts = self._generating_contexts(batch)
         if generating_contexts:
             self.speech_lm_pipeline.execute(generating_contexts, num_steps)
@@ -250,7 +251,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
 
     # -- Tokens -----------------------------------------------------------------------------------------
 
-    def _check(self, batch: Mapping[str, TTSContext]) -> None:
+    def _check_batch(self, batch: Mapping[str, TTSContext]) -> None:
         """Check that all contexts can be served, before any state changes."""
         self.session.check_process()
         self.check_context_types(batch.values())
@@ -306,7 +307,7 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
                 num_frames_left -= sum(chunk.num_frames for chunk in due_chunks.values())
         for request_id, context in batch.items():
             if request_id not in self.failures:
-                self._finish(request_id, context)
+                self._finish_context(request_id, context)
         return {
             request_id: AudioGenerationResponse(
                 context.audio_generation_status,
@@ -379,11 +380,11 @@ class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
             for request_id, waveform in zip(due_chunks, samples, strict=True)
         }
 
-    def _finish(self, request_id: str, context: TTSContext) -> None:
+    def _finish_context(self, request_id: str, context: TTSContext) -> None:
         """Update a context whose tokens are all generated; does nothing for other contexts.
 
-        Frees its resources in the language model. Ends the context if its tokens are decoded or it is
-        cancelled. Records a failure if it has no speech tokens.
+        Frees the resources of the context in the language model. Ends the context if its tokens are decoded
+        or it is cancelled. Records a failure if it has no speech tokens.
         """
         status = context.generation_status
         if not status.is_done:

@@ -77,7 +77,8 @@ def draft_tokens(
 def append_forced(context: TextContext, kv: KVCache, vocab_size: int) -> int:
     """Append tokens that the grammar forces, and return their number. The next step computes them.
 
-    Appends nothing if the context has ended, computes a chunk of a prompt, or must check each token.
+    Appends nothing if the context has ended or computes a chunk of a prompt, if `appends_forced_tokens` is
+    false for the context, or if ``vocab_size`` is 0 (not known yet).
     """
     is_done_or_chunk = context.generation_status.is_done or context.active_idx < context.end_idx
     if not appends_forced_tokens(context) or is_done_or_chunk or not vocab_size:

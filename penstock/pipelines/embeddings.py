@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from penstock.pipelines.tasks import PipelineRequirements
 
 
-def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
+def create_embeddings(requirements: PipelineRequirements) -> EmbeddingsPipeline:
     """Load the model and return its pipeline.
 
     Raises:
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: the weights do not fit.
     """
-    config = required.config
-    model = required.architecture.load_pipeline_model()(config, required.open_session())
+    config = requirements.config
+    model = requirements.architecture.load_pipeline_model()(config, requirements.open_session())
     size = model.output_size(model.huggingface_config)
     return EmbeddingsPipeline(
         model,
@@ -96,7 +96,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
             names.reverse()
         if network.masked_lm_head is not None:
             names.insert(1 if self.layout.poolings else 0, "sparse")
-        elif self.heads.weights is not None:
+        elif self.heads.weight_head is not None:
             names.insert(1, "sparse")
         return tuple(names)
 
@@ -238,7 +238,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         contexts: Sequence[EmbeddingsContext],
         vectors: Tensor,  # [n, E]
     ) -> list[npt.NDArray[np.floating]]:
-        """Return the vectors, cut to the length that their contexts request, and normalized if requested."""
+        """Return the vectors, cut and normalized as their contexts or, by default, the checkpoint request."""
         options = [
             (context.dimensions, self.layout.normalize if context.normalize is None else context.normalize)
             for context in contexts
@@ -290,7 +290,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         applied twice (arXiv:2504.14839). A model with a token-weight head computes weights for the tokens of
         the input only, see `TokenHeads`.
         """
-        if self.heads.weights is not None:
+        if self.heads.weight_head is not None:
             return self.heads.sparse(context.next_tokens, hidden, step)
         masked_lm_head = self.model.network.masked_lm_head
         assert masked_lm_head is not None
@@ -307,8 +307,8 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         A model with a head for multi-vector embeddings has no vector for the first token.
         """
         first, layers = context.num_unpooled_tokens, self._dense
-        if self.heads.vectors is not None:
-            first, layers = max(first, 1), [self.heads.vectors]
+        if self.heads.vector_head is not None:
+            first, layers = max(first, 1), [self.heads.vector_head]
         vectors = hidden[first:].float()
         for layer in layers:
             vectors = layer(vectors, self.session.ops)

@@ -22,7 +22,7 @@ class EncoderCache:
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def get(self, image_hash: bytes | None) -> Tensor | None:
-        """Return the embedding rows of an image, see `VisionModel.encode_images`; None if not cached."""
+        """Return the cached embedding rows of an image and count a hit; None if they are not cached."""
         rows = None if image_hash is None else self._rows.get(image_hash)
         if rows is not None and image_hash is not None:
             self._rows.move_to_end(image_hash)
@@ -43,5 +43,5 @@ class EncoderCache:
         self._rows[image_hash] = rows
         self.num_bytes += rows.nbytes
         while self.num_bytes > self.max_bytes:
-            _, oldest = self._rows.popitem(last=False)
-            self.num_bytes -= oldest.nbytes
+            _, evicted_rows = self._rows.popitem(last=False)
+            self.num_bytes -= evicted_rows.nbytes

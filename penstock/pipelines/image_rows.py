@@ -40,7 +40,7 @@ class ImageRows:
 
         Args:
             contexts: the batch.
-            row_counts: ``[B]``: the rows of each context in the step.
+            row_counts: ``[B]``: the number of rows of each context in the step.
 
         Returns:
             None if no row is a placeholder.
@@ -72,7 +72,7 @@ class ImageRows:
         missing_images: dict[bytes | int, ImageMetadata] = {}
         for image, rows in zip(images, cached_rows, strict=True):
             if rows is None:
-                missing_images.setdefault(_key(image), image)
+                missing_images.setdefault(_image_key(image), image)
         computed_rows: dict[bytes | int, Tensor] = {}
         for batch in self._batches(list(missing_images.values())):
             with torch.inference_mode():
@@ -82,10 +82,10 @@ class ImageRows:
                 assert len(rows) == image.embedding_rows, (
                     f"the encoder returned {len(rows)} rows for an image with {image.embedding_rows}"
                 )
-                computed_rows[_key(image)] = rows
+                computed_rows[_image_key(image)] = rows
                 self.cache.put(image.image_hash, rows)
         return [
-            computed_rows[_key(image)] if rows is None else rows
+            computed_rows[_image_key(image)] if rows is None else rows
             for image, rows in zip(images, cached_rows, strict=True)
         ]
 
@@ -103,6 +103,6 @@ class ImageRows:
         return batches
 
 
-def _key(image: ImageMetadata) -> bytes | int:
+def _image_key(image: ImageMetadata) -> bytes | int:
     """Return a key that identifies an image within a step: its digest, or its object id without a digest."""
     return id(image) if image.image_hash is None else image.image_hash

@@ -1,4 +1,4 @@
-"""`LogitRows`: the rows of logits of a batch; and functions that select rows of logits."""
+"""`LogitRows`, the rows of logits of a batch, and functions that select rows of logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LogitRows:
 
     @classmethod
     def for_batch(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> LogitRows:
-        """Return the rows of a step: one for each draft, and one after the last draft, of each context."""
+        """Return the rows of a step: for each context, one row per draft and one after the last draft."""
         next_positions = np.array([context.active_idx for context in contexts])
         counts = [len(draft) + 1 for draft in drafts]
         context_indices = np.arange(len(contexts))

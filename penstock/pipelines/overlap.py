@@ -66,15 +66,15 @@ class OverlappedStep:
     forward: SubmittedWork[_Forward]
     launched_at: float
     """Time of the launch in seconds."""
-    kept_rows: list[int] = field(default_factory=list)
+    sampled_indices: list[int] = field(default_factory=list)
     """The indices of the contexts whose rows were sampled, ascending."""
-    sampled_tokens: SubmittedWork[Tensor] | None = None  # [len(kept_rows)] int64
+    sampled_tokens: SubmittedWork[Tensor] | None = None  # [len(sampled_indices)] int64
     """The tokens on the device; None before `OverlappedSteps.sample`."""
     host_tokens: HostCopy | None = None
     """The copy of the tokens to the host, which may still be running."""
     pending_tokens: dict[str, int] = field(default_factory=dict)
     """For each context with a placeholder, by request id: the index of its token in ``sampled_tokens``."""
-    advanced_rows: list[int] = field(default_factory=list)
+    advanced_indices: list[int] = field(default_factory=list)
     """The indices of the contexts that ``advance`` has moved."""
 
     @property
@@ -114,7 +114,7 @@ class OverlappedSteps:
         """Launch the forward of a batch.
 
         Args:
-            batch: the contexts, claimed and with reserved blocks for one step.
+            batch: the contexts, with KV cache slots, and with blocks reserved for one step.
             after: the previous step if it is not collected yet. Contexts that are in both batches have
                 advanced.
 
@@ -162,36 +162,36 @@ class OverlappedSteps:
             The request ids of the contexts whose rows are kept.
 
         Raises:
-            InputError: a context cannot be sampled. The step has no result.
+            InputError: the token rules of a context are invalid. No row is sampled.
         """
         all_contexts = step.contexts
-        step.kept_rows = [
+        step.sampled_indices = [
             index
             for index, (context, window) in enumerate(zip(all_contexts, step.windows, strict=True))
             if not context.generation_status.is_done
             and (context.start_idx, context.end_idx) == (window.start_idx, window.end_idx)
         ]
         # If the previous step computed a chunk of a prompt, `collect` has moved the end of the window.
-        for index in step.kept_rows:
+        for index in step.sampled_indices:
             all_contexts[index].set_token_indices(active_idx=step.windows[index].active_idx)
-        contexts = [all_contexts[index] for index in step.kept_rows]
+        contexts = [all_contexts[index] for index in step.sampled_indices]
         forward = step.forward
-        if not step.kept_rows:
+        if not step.sampled_indices:
             step.sampled_tokens = self._queue.submit(lambda: forward.value.logits[:0, 0].long())
         else:
             if self._runner.vocab_size is None:
                 self._runner.vocab_size = forward.value.logits.shape[-1]
             context_indices = np.arange(len(contexts))
-            rows = LogitRows([1] * len(contexts), context_indices, step.rows.positions[step.kept_rows])
+            rows = LogitRows([1] * len(contexts), context_indices, step.rows.positions[step.sampled_indices])
             sampler = self._runner.batch_sampler([context.sampling_params for context in contexts])
             drafts: list[list[int]] = [[] for _ in contexts]
             sample = self._runner.sampling_function(sampler, contexts, drafts, rows, self._runner.vocab_size)
-            kept_indices = None
-            if len(step.kept_rows) < len(step.windows):
-                kept_indices = upload(np.array(step.kept_rows, np.int64), self._device)
+            sampled_rows = None
+            if len(step.sampled_indices) < len(step.windows):
+                sampled_rows = upload(np.array(step.sampled_indices, np.int64), self._device)
             step.sampled_tokens = self._queue.submit(
                 lambda: sample(
-                    forward.value.logits if kept_indices is None else forward.value.logits[kept_indices]
+                    forward.value.logits if sampled_rows is None else forward.value.logits[sampled_rows]
                 )
             )
         step.host_tokens = self._queue.fetch(step.sampled_tokens)
@@ -204,10 +204,10 @@ class OverlappedSteps:
         except Exception:
             _logger.debug("a step whose result is not needed failed", exc_info=True)
 
-    def runs_ahead(self, contexts: Sequence[TextContext]) -> bool:
+    def can_run_several_steps(self, contexts: Sequence[TextContext]) -> bool:
         """Return whether several steps of these contexts can run in one call.
 
-        Contexts with a grammar, changed logits or log probabilities need work of the host after each step.
+        Contexts with a grammar, changed logits or log probabilities need work on the host after each step.
         """
         return all(
             not context.log_probabilities
@@ -227,7 +227,7 @@ class OverlappedSteps:
         has_states = self._model.kv_cache_spec is not None and self._model.kv_cache_spec.states is not None
         return any(
             contexts[index].log_probabilities or (has_states and appends_forced_tokens(contexts[index]))
-            for index in step.kept_rows
+            for index in step.sampled_indices
         )
 
     def advance(self, step: OverlappedStep, running: Container[str]) -> set[str]:
@@ -242,7 +242,7 @@ class OverlappedSteps:
         """
         ending = set()
         contexts = step.contexts
-        for position, index in enumerate(step.kept_rows):
+        for position, index in enumerate(step.sampled_indices):
             context = contexts[index]
             if context.request_id not in running:
                 continue
@@ -252,7 +252,7 @@ class OverlappedSteps:
                     continue
                 step.pending_tokens[context.request_id] = position
             context.advance()
-            step.advanced_rows.append(index)
+            step.advanced_indices.append(index)
         return ending
 
     def collect(self, step: OverlappedStep) -> dict[str, TextGenerationResponse]:
@@ -263,7 +263,7 @@ class OverlappedSteps:
         """
         assert step.host_tokens is not None, "the step was not sampled"
         contexts = step.contexts
-        for index in step.advanced_rows:
+        for index in step.advanced_indices:
             start, active, end = step.windows[index]
             contexts[index].set_token_indices(start_idx=start, active_idx=active, end_idx=end)
         tokens = step.host_tokens.wait()
@@ -273,11 +273,11 @@ class OverlappedSteps:
             self._runner.record_step(now - max(self._collected_at, step.launched_at))
         self._collected_at = now
         sampled = tokens.new_zeros(len(contexts))
-        sampled[step.kept_rows] = tokens
+        sampled[step.sampled_indices] = tokens
         forward = step.forward.value
         handle = LaunchHandle(contexts, [[]] * len(contexts), 1, forward.inputs, step.rows, [sampled])
         if self.collects_first(step):
             handle.outputs = forward.outputs
         results = self._runner.collect(handle)
-        kept_contexts = {contexts[index].request_id: contexts[index] for index in step.kept_rows}
-        return self._take_tokens(kept_contexts, [results[index] for index in step.kept_rows])
+        sampled_contexts = {contexts[index].request_id: contexts[index] for index in step.sampled_indices}
+        return self._take_tokens(sampled_contexts, [results[index] for index in step.sampled_indices])

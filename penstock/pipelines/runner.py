@@ -61,7 +61,7 @@ class LaunchHandle:
     contexts: Sequence[TextContext]
     drafts: Sequence[list[int]]
     num_steps: int
-    """Number of steps; lower than requested if all sequences have ended earlier in a fused call."""
+    """Number of steps. Lower than requested if all sequences end before the last step of a fused call."""
     inputs: ModelInputs
     """Model inputs of the last forward, or of the first forward if the steps are fused."""
     rows: LogitRows
@@ -122,7 +122,9 @@ class ModelRunner:
             num_logits: for each context the number of trailing rows whose logits are returned; None for one
                 row per context.
         """
-        outputs = self._model.execute(self._prepare(contexts, None, 1 if num_logits is None else num_logits))
+        outputs = self._model.execute(
+            self._model_inputs(contexts, None, 1 if num_logits is None else num_logits)
+        )
         return last_rows(outputs, num_logits or [1] * len(contexts))
 
     def execute(
@@ -262,13 +264,13 @@ class ModelRunner:
                 context.active_length + len(draft) if _requests_echo(context) else len(draft) + 1
                 for context, draft in zip(contexts, drafts, strict=True)
             ]
-            return self._prepare(contexts, drafts, num_logits)
+            return self._model_inputs(contexts, drafts, num_logits)
         if any(_requests_echo(context) for context in contexts):
             num_logits = [context.active_length if _requests_echo(context) else 1 for context in contexts]
-            return self._prepare(contexts, None, num_logits)
-        return self._prepare(contexts, None, 1)
+            return self._model_inputs(contexts, None, num_logits)
+        return self._model_inputs(contexts, None, 1)
 
-    def _prepare(
+    def _model_inputs(
         self,
         contexts: Sequence[TextContext],
         drafts: Sequence[list[int]] | None,

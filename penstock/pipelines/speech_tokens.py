@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 def create_speech_tokens(
-    required: PipelineRequirements, session: InferenceSession | None = None
+    requirements: PipelineRequirements, session: InferenceSession | None = None
 ) -> SpeechTokenGenerationPipeline:
     """Load the model and return its pipeline.
 
     Args:
-        required: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
+        requirements: the arguments of the pipeline factory; the tokenizer is a `SpeechTokenizer`.
         session: devices and kernels; by default a new one.
 
     Raises:
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
-    speech_format = required.tokenizer.speech_format
+    speech_format = requirements.tokenizer.speech_format
     pipeline = create_text_pipeline(
-        required,
+        requirements,
         partial(SpeechTokenGenerationPipeline, codes=speech_format.codes),
         speech_format.end_token_ids[0],
         session,

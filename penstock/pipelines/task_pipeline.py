@@ -60,7 +60,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         """Run up to ``num_steps`` steps and return the output of each context, by request id.
 
         Raises:
-            PenstockError: a context cannot be served; no context has changed.
+            PenstockError: a context cannot be served; no context has new tokens.
         """
 
     def release(self, context: ContextT) -> None:
@@ -70,7 +70,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     def discard_cache(self) -> None:
         """Return the memory of the KV cache to the system. Later steps allocate the memory again.
 
-        No context may be claimed.
+        No context may have a KV cache slot.
 
         Raises:
             UnsupportedFeatureError: the memory of the device cannot be returned.
@@ -103,7 +103,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return None
 
     def num_steps_for(self, seconds: float) -> int:
-        """Estimate how many steps one `execute` call can run in ``seconds``."""
+        """Estimate how many steps one `execute` call can run in ``seconds``; by default 1."""
         return 1
 
     def prepare_next(self) -> bool:
@@ -153,7 +153,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return False
 
     def close(self) -> None:
-        """Stop threads that the pipeline started, and the other ranks of its model."""
+        """Stop the other ranks of the model. Subclasses also stop the threads that they have started."""
         if self.processes is not None:
             self.processes.close()
 

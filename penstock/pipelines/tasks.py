@@ -52,7 +52,8 @@ class PipelineRequirements:
     def open_session(self) -> InferenceSession:
         """Return a new session of the model: devices, kernels, threads and ranks.
 
-        With ranks, it uses the first device and an equal share of the threads.
+        With ranks, the session uses the first device, and an equal share of the threads if ``num_threads`` is
+        set.
         """
         from penstock.driver import load_devices
         from penstock.engine import InferenceSession

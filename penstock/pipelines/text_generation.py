@@ -145,8 +145,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def ready(self, context: TextContext) -> bool:
         """Return whether the context can be scheduled.
 
-        Starts compiling the grammar of the context if needed. Reserves a slot for its adapter if it returns
-        True.
+        Starts compiling the grammar of the context if needed. If the result is True, a slot is reserved for
+        the adapter of the context.
 
         Raises:
             PenstockError: the context can never be scheduled.
@@ -155,7 +155,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         self.check_context_types([context])
         if self.grammars is not None and not self.grammars.ready(context):
             return False
-        adapters = self.model.lora_manager  # checked last, because it reserves a slot if it returns True
+        adapters = self.model.lora_manager  # checked last: `ready` reserves a slot if it returns True
         return adapters is None or adapters.ready(context)
 
     def execute(
@@ -169,7 +169,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         the result contains the tokens of all other contexts.
 
         Raises:
-            InputError: a context cannot be served; no context has changed.
+            PenstockError: a context cannot be served. No context has received a token.
             InsufficientBlocksError: the KV cache has too few free blocks or recurrent states. No context has
                 received a token, but contexts keep the slots and blocks that they have already received.
             ForkedProcessError: the model was loaded before this process was forked.
@@ -189,7 +189,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         contexts = list(batch.values())
-        self._check(contexts)
+        self._check_batch(contexts)
         if not isinstance(batch, ReservedBatch):
             for context in contexts:
                 claim(self.kv, context)
@@ -261,7 +261,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             return None
 
         def check(contexts: Sequence[TextContext]) -> None:
-            self._check(contexts)
+            self._check_batch(contexts)
             self._set_end_tokens(contexts)
 
         return OverlappedSteps(self.runner, self.model, queue, check=check, take_tokens=self._take_tokens)
@@ -327,7 +327,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.proposer is not None:
             self.proposer.discard_cache()
 
-    def _check(self, contexts: Sequence[TextContext]) -> None:
+    def _check_batch(self, contexts: Sequence[TextContext]) -> None:
         """Check that all contexts can be served, before any state changes.
 
         Raises:

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from penstock.pipelines.tasks import PipelineRequirements
 
 
-def create_text_generation(required: PipelineRequirements) -> TextGenerationPipeline:
+def create_text_generation(requirements: PipelineRequirements) -> TextGenerationPipeline:
     """Load the model and return its pipeline.
 
     Raises:
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest permitted KV cache do not fit.
     """
-    config, tokenizer = required.config, required.tokenizer
+    config, tokenizer = requirements.config, requirements.tokenizer
     eos_token_id = tokenizer.eos if tokenizer.eos_token_ids else None
-    pipeline = create_text_pipeline(required, TextGenerationPipeline, eos_token_id)
+    pipeline = create_text_pipeline(requirements, TextGenerationPipeline, eos_token_id)
     if config.structured_output.enable:
         pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
     return pipeline
 
 
 def create_text_pipeline(
-    required: PipelineRequirements,
+    requirements: PipelineRequirements,
     pipeline_class: Callable[..., TextGenerationPipeline],
     eos_token_id: int | None,
     session: InferenceSession | None = None,
@@ -43,20 +43,20 @@ def create_text_pipeline(
     """Load the model and return a pipeline of class ``pipeline_class``, with the configured speculation.
 
     Args:
-        required: the arguments of the pipeline factory.
+        requirements: the arguments of the pipeline factory.
         pipeline_class: the class of the pipeline, or a function with the same parameters.
         eos_token_id: see `TextGenerationPipeline`.
         session: devices and kernels; by default a new one.
     """
-    model = required.architecture.load_pipeline_model()
-    session = session or required.open_session()
-    if required.config.speculative.method is None:
-        return pipeline_class(required.config, model, eos_token_id, session=session)
-    return _create_speculative(required, pipeline_class, model, eos_token_id, session)
+    model = requirements.architecture.load_pipeline_model()
+    session = session or requirements.open_session()
+    if requirements.config.speculative.method is None:
+        return pipeline_class(requirements.config, model, eos_token_id, session=session)
+    return _create_speculative(requirements, pipeline_class, model, eos_token_id, session)
 
 
 def _create_speculative(
-    required: PipelineRequirements,
+    requirements: PipelineRequirements,
     pipeline_class: Callable[..., TextGenerationPipeline],
     model: type[PipelineModel[TextContext]],
     eos_token_id: int | None,
@@ -68,7 +68,7 @@ def _create_speculative(
         ConfigError: a model has recurrent states, or the draft model does not fit the target.
         InsufficientMemoryError: both models together do not fit.
     """
-    config, prefaulted = required.config, required.prefaulted
+    config, prefaulted = requirements.config, requirements.prefaulted
     _refuse_recurrent_states(config, model, "speculative_method")
     speculative = config.speculative
     policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
@@ -79,11 +79,12 @@ def _create_speculative(
             config, model, eos_token_id, proposer=proposer, draft_lengths=draft_lengths, session=session
         )
     draft_settings = draft_config(config).model
-    draft_model = required.registry.retrieve_architecture(
+    draft_model = requirements.registry.retrieve_architecture(
         draft_settings.huggingface_config, draft_settings.checkpoint, encoding=draft_settings.encoding
     ).load_pipeline_model()
     _refuse_recurrent_states(draft_config(config), draft_model, "draft_model_path")
-    # Read before the free memory, because a thread moves free memory to the prefaulted buffer.
+    # Read before the free memory: a thread turns free memory into idle prefaulted memory. In the other order,
+    # memory that the thread turns between the two calls would be counted twice.
     free_memory = prefaulted.num_idle
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     target_config, planned_draft_config = share_memory(config, model, draft_model, free_memory=free_memory)

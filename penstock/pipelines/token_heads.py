@@ -32,11 +32,11 @@ _UNWEIGHTED_TOKENS = ("cls_token", "eos_token", "pad_token", "unk_token")
 class TokenHeads:
     """The token heads of a model; a missing head is None."""
 
-    weights: Callable[[Tensor, StepInputs], Tensor] | None = None
+    weight_head: Callable[[Tensor, StepInputs], Tensor] | None = None
     """``[n, E] -> [n, 1]``: the weight of each token; weights below 0 count as 0."""
     unweighted_ids: frozenset[int] = frozenset()
     """The ids of tokens without a weight."""
-    vectors: Dense | None = None
+    vector_head: Dense | None = None
     """``[n, E] -> [n, out]``: the vector of each token. The first token of an input has no vector."""
 
     def sparse(
@@ -46,8 +46,8 @@ class TokenHeads:
         step: StepInputs,
     ) -> SparseEmbedding:
         """Return the largest weight of each token id of an input, sorted by id. Weights of 0 are omitted."""
-        assert self.weights is not None, "the model has no token-weight head"
-        token_weights = self.weights(hidden, step)[:, 0].float().numpy(force=True)  # [n]
+        assert self.weight_head is not None, "the model has no token-weight head"
+        token_weights = self.weight_head(hidden, step)[:, 0].float().numpy(force=True)  # [n]
         has_weight = (token_weights > 0) & ~np.isin(tokens, list(self.unweighted_ids))
         ids, indices = np.unique(tokens[has_weight], return_inverse=True)
         weights = np.zeros(len(ids), np.float32)
@@ -64,20 +64,20 @@ def load_token_heads(checkpoint: Path, model: EncoderModel, hidden_size: int) ->
         hidden_size: E, the size of the hidden states.
 
     Raises:
-        CheckpointError: a file cannot be read, or a tensor has a wrong shape.
+        CheckpointError: a file cannot be read, or a tensor is missing, unexpected or of a wrong shape.
     """
     ops, device = model.session.ops, model.torch_device
-    weights, vectors = model.token_weights, None
+    weight_head, vector_head = model.token_weights, None
     if (checkpoint / TOKEN_WEIGHTS_FILE).is_file():
-        head = _read_linear(checkpoint / TOKEN_WEIGHTS_FILE, 1, hidden_size, ops, device)
+        linear = _read_linear(checkpoint / TOKEN_WEIGHTS_FILE, 1, hidden_size, ops, device)
 
-        def weights(hidden: Tensor, step: StepInputs) -> Tensor:
-            return head(hidden.float(), step.ops)
+        def weight_head(hidden: Tensor, step: StepInputs) -> Tensor:
+            return linear(hidden.float(), step.ops)
 
     if (checkpoint / TOKEN_VECTORS_FILE).is_file():
-        vectors = _read_linear(checkpoint / TOKEN_VECTORS_FILE, None, hidden_size, ops, device)
-    unweighted_ids = frozenset[int]() if weights is None else _unweighted_ids(checkpoint)
-    return TokenHeads(weights=weights, unweighted_ids=unweighted_ids, vectors=vectors)
+        vector_head = _read_linear(checkpoint / TOKEN_VECTORS_FILE, None, hidden_size, ops, device)
+    unweighted_ids = frozenset[int]() if weight_head is None else _unweighted_ids(checkpoint)
+    return TokenHeads(weight_head=weight_head, unweighted_ids=unweighted_ids, vector_head=vector_head)
 
 
 def _read_linear(

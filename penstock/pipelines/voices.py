@@ -43,13 +43,13 @@ def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dic
         if name in voices:
             raise ConfigError("voice", f"{name!r} is given twice: use one name for each voice")
         try:
-            voices[name] = _load(name, source, codec, folder)
+            voices[name] = _load_voice(name, source, codec, folder)
         except (PenstockError, OSError, ValueError) as error:
             raise ConfigError("voice", f"{name!r} cannot be used: {error}") from error
     return voices
 
 
-def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePrompt:
+def _load_voice(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePrompt:
     parts = [part.strip() for part in source.split(",")]
     if all(part.isdecimal() for part in parts):
         return _checked_voice(VoicePrompt(name, [int(part) for part in parts]), codec)

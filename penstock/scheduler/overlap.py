@@ -97,22 +97,22 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
 
         Args:
             num_steps: maximum number of tokens of each context, if a few contexts run several steps in one
-                call of `Pipeline.execute`; see `StepLauncher.runs_ahead`. Otherwise a step generates at most
-                one token per context.
+                call of `Pipeline.execute`; see `StepLauncher.can_run_several_steps`. Otherwise a step
+                generates at most one token per context.
 
         Returns:
             The output of each context of the collected batch, or of a batch that ran without overlap, by
             request id. Finished contexts are removed.
         """
-        runs_ahead = self._runs_several_steps(num_steps)
-        if self._sampled_step is None and (self._runs_without_overlap or runs_ahead):
+        runs_several_steps = self._runs_several_steps(num_steps)
+        if self._sampled_step is None and (self._runs_without_overlap or runs_several_steps):
             num_steps = 1 if self._runs_without_overlap else num_steps
             self._runs_without_overlap = False
             return super().step(num_steps)
         self._begin_step()
         outputs: dict[str, OutputT] = {}
         batch_size = (0, 0) if self._sampled_step is None else (len(self._sampled_step.batch), 0)
-        if self._sampled_step is not None and runs_ahead:
+        if self._sampled_step is not None and runs_several_steps:
             self.last_batch = batch_size
             return self._collect()
         if self._sampled_step is not None and self._steps.collects_first(self._sampled_step.step):
@@ -140,7 +140,7 @@ class OverlappedScheduler(Scheduler[ContextT, OutputT]):
         entries = self._running.values()
         if len(entries) > _MAX_CONTEXTS_AHEAD or not all(entry.is_decoding for entry in entries):
             return False
-        return self._steps.runs_ahead([entry.context for entry in entries])
+        return self._steps.can_run_several_steps([entry.context for entry in entries])
 
     def _run_timed(self, batch: Batch[ContextT]) -> dict[str, OutputT]:
         """Run a batch without recording its duration.

@@ -88,7 +88,7 @@ def test_logits_of_bfloat16_int8_and_fp8_caches_are_close_to_float32(checkpoint:
     }
     # fp8 has a mantissa of 3 bits and bfloat16 one of 7 bits, so fp8 rounds 2**4 times as coarsely.
     assert 0 < errors["bfloat16"] < errors["fp8"] < 16 * errors["bfloat16"]
-    assert 0 < errors["int8"] < errors["fp8"] < 0.2  # Random weights make the bound large.
+    assert 0 < errors["int8"] < errors["fp8"] < 0.2  # The bound is large because the weights are random.
 
 
 def test_scales_are_computed_for_each_row_unless_the_checkpoint_stores_them(
@@ -200,7 +200,7 @@ def test_invalid_scales_are_refused(checkpoint: Path, tmp_path: Path, scale: Ten
 
 
 @pytest.mark.parametrize("has_fixed_scales", [False, True])
-def test_text_does_not_depend_on_the_batch_or_the_prefix_cache(
+def test_tokens_do_not_depend_on_the_batch_or_the_prefix_cache(
     checkpoint: Path, tmp_path: Path, has_fixed_scales: bool
 ) -> None:
     """The test also checks that copying and discarding blocks includes row scales but not fixed scales."""

@@ -35,12 +35,12 @@ def test_input_tensors_equal_values_computed_row_by_row(
     contexts, drafts, tokens, positions = [], [], [], []
     row_offsets, logit_rows, logit_offsets = [0], [], [0]
     for number, (num_computed, num_active, num_drafts, num_logits) in enumerate(sequences):
-        text = [(7 * number + position) % 50 for position in range(num_computed + num_active)]
-        context = make_context(text)
+        context_tokens = [(7 * number + position) % 50 for position in range(num_computed + num_active)]
+        context = make_context(context_tokens)
         context.set_token_indices(start_idx=num_computed)
         contexts.append(context)
         drafts.append([60 + position for position in range(num_drafts)])
-        rows = text[num_computed:] + drafts[-1]
+        rows = context_tokens[num_computed:] + drafts[-1]
         tokens += rows
         positions += range(num_computed, num_computed + len(rows))
         row_offsets.append(row_offsets[-1] + len(rows))

@@ -25,10 +25,10 @@ def save_checkpoint(folder: Path, name: str = "embedding_gemma2") -> Path:
 def test_dense_embeddings_and_multi_vectors_have_the_size_of_the_projection(tmp_path: Path) -> None:
     pipeline = open_encoder(save_checkpoint(tmp_path))
     assert pipeline.embedding_size == 40
-    [dense] = encode_all(pipeline, [TOKENS], outputs=("dense", "multi_vector"))
-    assert dense.embeddings.shape == (40,)
-    assert dense.multi_vector is not None
-    assert dense.multi_vector.shape == (len(TOKENS), 40)
+    [response] = encode_all(pipeline, [TOKENS], outputs=("dense", "multi_vector"))
+    assert response.embeddings.shape == (40,)
+    assert response.multi_vector is not None
+    assert response.multi_vector.shape == (len(TOKENS), 40)
 
 
 @pytest.mark.parametrize(("token", "input_type"), [(2, "image"), (1, "audio")])

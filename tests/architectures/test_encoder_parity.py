@@ -19,9 +19,9 @@ pytestmark = pytest.mark.models
 LENGTHS = [1, 2, 17, 40, 90]
 
 
-def random_inputs(vocabulary: int, lengths: list[int] = LENGTHS) -> list[np.ndarray]:
+def random_inputs(vocab_size: int, lengths: list[int] = LENGTHS) -> list[np.ndarray]:
     rng = np.random.default_rng(5)
-    return [rng.integers(3, vocabulary, length) for length in lengths]
+    return [rng.integers(3, vocab_size, length) for length in lengths]
 
 
 def vocabulary_size(model: Any) -> int:

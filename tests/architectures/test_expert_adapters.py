@@ -1,4 +1,4 @@
-"""Adapters of families with experts: on single experts, and refused on a tensor of all experts."""
+"""LoRA adapters on single experts are applied. Adapters on a tensor of all experts are refused."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     """
     recorded_logits: list[torch.Tensor] = []
 
-    def run_step(*contexts: TextContext, rows: int = 1) -> None:
+    def run_step(*contexts: TextContext, num_rows: int = 1) -> None:
         for context in contexts:
-            context.set_token_indices(active_idx=min(context.start_idx + rows, context.current_length))
+            context.set_token_indices(active_idx=min(context.start_idx + num_rows, context.current_length))
         logits = step_logits(pipeline, contexts)
         recorded_logits.extend(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
@@ -67,11 +67,11 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     short_context, medium_context, long_context = (
         make_context(random_tokens(n, 130, seed=n)) for n in (5, 20, 33)
     )
-    run_step(short_context, rows=5)
-    for _ in range(30):  # The text crosses two block boundaries.
+    run_step(short_context, num_rows=5)
+    for _ in range(30):  # The sequence crosses two block boundaries.
         run_step(short_context)
-    run_step(medium_context, rows=20)
-    run_step(long_context, rows=33)
+    run_step(medium_context, num_rows=20)
+    run_step(long_context, num_rows=33)
     for _ in range(20):
         run_step(long_context, short_context, medium_context)
     pipeline.release(medium_context)  # The scheduler preempts a context in this way if no block is free.
@@ -79,7 +79,7 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     for _ in range(3):
         run_step(short_context)
         run_step(short_context, long_context)
-    # The preempted text is recomputed in chunks, in a batch with single tokens of another request.
+    # The preempted context is recomputed in chunks, in batches with single tokens of another context.
     for number in range(8):
         medium_context.set_token_indices(active_idx=medium_context.start_idx + 4)
         contexts = [medium_context, long_context] if number % 3 else [long_context, medium_context]
@@ -87,7 +87,7 @@ def run_scenario(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
         recorded_logits.append(logits)
         for context, context_logits in zip(contexts, logits, strict=True):
             append_token(pipeline, context, int(context_logits.argmax()))
-    run_step(medium_context, rows=100)
+    run_step(medium_context, num_rows=100)
     for _ in range(6):
         run_step(short_context, medium_context, long_context)
     return recorded_logits

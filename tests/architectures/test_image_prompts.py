@@ -120,13 +120,13 @@ GEMMA_TOKENS = {
 
 
 def gemma_config(tokenizer: Any) -> HuggingFaceConfig:
-    image_start_id, image, image_end_id = (
+    image_start_id, image_token_id, image_end_id = (
         tokenizer.convert_tokens_to_ids(token) for token in GEMMA_TOKENS.values()
     )
     return HuggingFaceConfig(
         {
             "boi_token_index": image_start_id,
-            "image_token_index": image,
+            "image_token_index": image_token_id,
             "eoi_token_index": image_end_id,
             "mm_tokens_per_image": 16,
         }
@@ -138,10 +138,10 @@ def test_prompts_of_gemma3_equal_transformers() -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokenizer = make_tokenizer(list(GEMMA_TOKENS.values()), **GEMMA_TOKENS)
-    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    processor = Gemma3Processor(images, tokenizer, image_seq_length=16)
+    image_processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    processor = Gemma3Processor(image_processor, tokenizer, image_seq_length=16)
     family = Gemma3Family(gemma_config(tokenizer), {}, tokenizer.convert_ids_to_tokens)
-    prompt_tokens = prompt_ids(family, images, tokenizer, "a {}b{} c\n{}")
+    prompt_tokens = prompt_ids(family, image_processor, tokenizer, "a {}b{} c\n{}")
     assert prompt_tokens == reference_ids(processor, "a {}b{} c\n{}", "<start_of_image>")
 
 
@@ -156,13 +156,13 @@ def test_prompts_of_qwen_equal_transformers(name: str) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = make_tokenizer(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"])
-    images = Qwen2VLImageProcessorPil()
-    processor = getattr(transformers, name)(images, tokenizer, video_processor=None)
+    image_processor = Qwen2VLImageProcessorPil()
+    processor = getattr(transformers, name)(image_processor, tokenizer, video_processor=None)
     config = HuggingFaceConfig({"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})
     family_class = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
     family = family_class(config, {}, tokenizer.convert_ids_to_tokens)
     template = "a <|vision_start|>{}<|vision_end|>b<|vision_start|>{}<|vision_end|>{}"
-    assert prompt_ids(family, images, tokenizer, template) == reference_ids(
+    assert prompt_ids(family, image_processor, tokenizer, template) == reference_ids(
         processor, template, "<|image_pad|>"
     )
 

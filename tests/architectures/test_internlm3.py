@@ -28,9 +28,9 @@ def test_logits_with_qkv_biases_equal_qwen2(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, MODEL_CONFIG | {"model_type": "qwen2"})
     tokens = random_tokens(60, 130, seed=1)
     expected = transformers_logits(load_in_transformers(folder), tokens)
-    own_values = {"model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"]}
+    internlm_values = {"model_type": "internlm3", "architectures": ["InternLM3ForCausalLM"]}
     (folder / "config.json").write_text(
-        json.dumps(MODEL_CONFIG | own_values | {"qkv_bias": True, "bias": False})
+        json.dumps(MODEL_CONFIG | internlm_values | {"qkv_bias": True, "bias": False})
     )
     logits = step_logits(open_pipeline(folder), [make_context(tokens, log_probabilities_echo=True)])[0]
     tolerance = 1e-4 * max(1.0, float(expected.std()))

@@ -131,14 +131,16 @@ def test_preempted_results_equal_uninterrupted_results(
     sampling_params: SamplingParams,
 ) -> None:
     (uninterrupted_tokens,) = generate_tokens(uncached_pipeline, [make_sampling_context(sampling_params)])
-    for runner in (pipeline, uncached_pipeline):
+    for tested_pipeline in (pipeline, uncached_pipeline):
         context, tokens = make_sampling_context(sampling_params), []
         for num_generated in (1, 5, 12):
             while len(context.generated_tokens) < num_generated:
-                tokens += [output.next_token for output in runner.execute({"a": context})["a"].tokens]
-            runner.release(context)
+                tokens += [
+                    output.next_token for output in tested_pipeline.execute({"a": context})["a"].tokens
+                ]
+            tested_pipeline.release(context)
             context.reset()
-        assert tokens + generate_tokens(runner, [context])[0] == uninterrupted_tokens
+        assert tokens + generate_tokens(tested_pipeline, [context])[0] == uninterrupted_tokens
 
 
 @pytest.mark.matrix(strength=1)

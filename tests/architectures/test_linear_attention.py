@@ -1,4 +1,4 @@
-"""Models with linear attention: their recurrent states in batches, forks, captured steps and failed steps."""
+"""Models with linear attention: states of answers and beams, of captured steps and of failed steps."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_several_answers_are_reproducible_and_the_first_equals_a_single_request(
     params = SamplingParams(temperature=1.0, top_k=0, seed=4, max_new_tokens=12, ignore_eos=True)
     with open_llm(checkpoint, max_batch_size=4) as llm:
         answers = llm.generate(PROMPT, params, n=4, use_tqdm=False)
-        first = llm.generate(PROMPT, params, use_tqdm=False)[0]
-        assert answers[0].token_ids == first.token_ids
+        single_answer = llm.generate(PROMPT, params, use_tqdm=False)[0]
+        assert answers[0].token_ids == single_answer.token_ids
         assert len({tuple(answer.token_ids) for answer in answers}) == 4
-        again = llm.generate(PROMPT, params, n=4, use_tqdm=False)
-    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers]
+        repeated_answers = llm.generate(PROMPT, params, n=4, use_tqdm=False)
+    assert [answer.token_ids for answer in repeated_answers] == [answer.token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("num_beams", [3, 6])
@@ -158,7 +158,8 @@ def test_a_failed_overlapped_step_runs_again_from_the_first_token(
 ) -> None:
     """The states already include the tokens of the failed step, so all tokens are computed again."""
     register_lazy(monkeypatch)
-    prompts = [PROMPT[i:] for i in range(10)]  # 8 contexts may run several steps in one call, without overlap
+    # Up to 8 decoding contexts would run several steps in one call, without overlap.
+    prompts = [PROMPT[i:] for i in range(10)]
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
     with open_llm(checkpoint, kernels="cpu", deterministic=True) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -205,9 +206,9 @@ def test_states_of_a_failed_step_are_not_saved(
     append_token(pipeline, context, 5)
     pipeline.kv.check_integrity()
     pipeline.release(context)
-    again = make_context(PROMPT, 4)
-    tokens = generate_tokens(pipeline, [again])[0]
-    assert again.num_cached_tokens == 32
+    new_context = make_context(PROMPT, 4)
+    tokens = generate_tokens(pipeline, [new_context])[0]
+    assert new_context.num_cached_tokens == 32
     expected = transformers_logits(reference, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1].argmax(-1)
     assert tokens == expected.tolist()
 

@@ -1,4 +1,4 @@
-"""LLaVA against transformers, with several vision encoders, projectors and decoders."""
+"""LLaVA with several vision encoders, projectors and decoders gives the results of transformers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Callable[[str], Path]) -> None:
+def test_logits_and_greedy_tokens_equal_transformers(
+    variant: str, checkpoints: Callable[[str], Path]
+) -> None:
     reference, pipeline = load_in_transformers(checkpoints(variant)), open_pipeline(checkpoints(variant))
     pixels = [random_pixels(1), random_pixels(2)]
     tokens = make_prompt(2)
@@ -102,7 +104,7 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
     assert_close(forward_logits(pipeline, [context])[0], expected)
     pipeline.release(context)
     ids = torch.tensor([tokens])
-    text = reference.generate(
+    reference_ids = reference.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         pixel_values=torch.from_numpy(np.stack(pixels)),
@@ -113,7 +115,7 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, checkpoints: Ca
     )
     assert (
         generate_tokens(pipeline, [image_context(tokens, pixels, IMAGE_TOKEN)])[0]
-        == text[0, len(tokens) :].tolist()
+        == reference_ids[0, len(tokens) :].tolist()
     )
 
 

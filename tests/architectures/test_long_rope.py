@@ -1,4 +1,4 @@
-"""LongRoPE across ``original_max_position_embeddings``: texts and scores equal a full recomputation."""
+"""LongRoPE across ``original_max_position_embeddings``: tokens and scores equal a full recomputation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.models
 ORIGINAL_LENGTH = 40
 PROMPT = random_tokens(30, 130, seed=3)
 NUM_NEW_TOKENS = 16
-"""Number of generated tokens; after `PROMPT`, the text crosses `ORIGINAL_LENGTH`, "the limit" below."""
+"""Number of generated tokens; after `PROMPT`, the sequence crosses `ORIGINAL_LENGTH`, "the limit" below."""
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 
 
@@ -54,13 +54,13 @@ def reference(checkpoint: Path) -> Any:
     return load_in_transformers(checkpoint)
 
 
-def recompute_scores(reference: Any, text: list[int], start: int) -> list[float]:
+def recompute_scores(reference: Any, tokens: list[int], start: int) -> list[float]:
     """Return the log probabilities of the tokens from ``start`` on, each from a forward over its prefix."""
     result = []
     with torch.inference_mode():
-        for end in range(start, len(text)):
-            logits = reference(torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
-            result.append(float(logits.float().log_softmax(-1)[text[end]]))
+        for end in range(start, len(tokens)):
+            logits = reference(torch.tensor([tokens[:end]]), use_cache=False).logits[0, -1]
+            result.append(float(logits.float().log_softmax(-1)[tokens[end]]))
     return result
 
 
@@ -103,7 +103,7 @@ def sampling_params(seed: int) -> SamplingParams:
 def test_scores_of_generated_tokens_equal_a_recomputation(
     checkpoint: Path, reference: Any, max_batch_tokens: int
 ) -> None:
-    """The batch has texts below, across and beyond the limit. Steps of 16 tokens split the prompts."""
+    """The batch has sequences below, across and beyond the limit. Steps of 16 tokens split the prompts."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     lengths = (5, 30, 31, ORIGINAL_LENGTH - 1, ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1, 60)
     contexts = [
@@ -120,13 +120,13 @@ def test_scores_of_generated_tokens_equal_a_recomputation(
         assert_scores(actual_scores, recompute_scores(reference, context.all_tokens.tolist(), length))
 
 
-def test_echoed_scores_of_a_generated_text_equal_the_scores_of_its_generation(checkpoint: Path) -> None:
+def test_echoed_scores_of_generated_tokens_equal_the_scores_of_their_generation(checkpoint: Path) -> None:
     """Checks the tokens that are generated with the long factors."""
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     context = make_context(PROMPT, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=sampling_params(1))
     (generated_scores,) = run_scheduler(pipeline, [context])
-    text = context.all_tokens.tolist()
-    echo_context = make_context(text, 1, log_probabilities=1, log_probabilities_echo=True)
+    tokens = context.all_tokens.tolist()
+    echo_context = make_context(tokens, 1, log_probabilities=1, log_probabilities_echo=True)
     log_probabilities = pipeline.execute({"echo": echo_context})["echo"].tokens[0].log_probabilities
     assert log_probabilities is not None
     # Index of the first token that is sampled with the long factors.
@@ -136,23 +136,23 @@ def test_echoed_scores_of_a_generated_text_equal_the_scores_of_its_generation(ch
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
-def test_greedy_text_equals_a_recomputation(checkpoint: Path, reference: Any, num_steps: int) -> None:
+def test_greedy_tokens_equal_a_recomputation(checkpoint: Path, reference: Any, num_steps: int) -> None:
     expected = greedy_continuation(reference, PROMPT, NUM_NEW_TOKENS)
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16)
     assert generate_tokens(pipeline, [make_context(PROMPT, NUM_NEW_TOKENS)], num_steps) == [expected]
     context = make_context(PROMPT, NUM_NEW_TOKENS)
     run_scheduler(pipeline, [context], num_steps, max_batch_input_tokens=16)
     assert context.generated_tokens.tolist() == expected
-    if "phi3" in str(checkpoint):  # for Phi-3, transformers recomputes its cache too
+    if "phi3" in str(checkpoint):  # for Phi-3, transformers also recomputes the cache at the limit
         assert transformers_greedy(reference, PROMPT, NUM_NEW_TOKENS) == expected
 
 
 def greedy_continuation(reference: Any, prompt: list[int], num_new_tokens: int) -> list[int]:
-    text = list(prompt)
+    tokens = list(prompt)
     with torch.inference_mode():
-        while len(text) < len(prompt) + num_new_tokens:
-            text.append(int(reference(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-    return text[len(prompt) :]
+        while len(tokens) < len(prompt) + num_new_tokens:
+            tokens.append(int(reference(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -160,20 +160,20 @@ def test_prefixes_computed_with_other_factors_are_not_reused(
     checkpoint: Path, reference: Any, prefix_caching: bool
 ) -> None:
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=prefix_caching)
-    long_text = random_tokens(60, 130, seed=3)
-    assert long_text[:30] == PROMPT
-    texts = [long_text[:30], long_text, long_text[:35], long_text[:50], long_text[:30]]
+    long_prompt = random_tokens(60, 130, seed=3)
+    assert long_prompt[:30] == PROMPT
+    prompts = [long_prompt[:30], long_prompt, long_prompt[:35], long_prompt[:50], long_prompt[:30]]
     cached_counts = []
-    for number, text in enumerate(texts):
+    for number, prompt in enumerate(prompts):
         params = sampling_params(number)
-        context = make_context(text, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
+        context = make_context(prompt, NUM_NEW_TOKENS, log_probabilities=1, sampling_params=params)
         (actual_scores,) = run_scheduler(pipeline, [context])
-        assert_scores(actual_scores, recompute_scores(reference, context.all_tokens.tolist(), len(text)))
+        assert_scores(actual_scores, recompute_scores(reference, context.all_tokens.tolist(), len(prompt)))
         cached_counts.append(context.num_cached_tokens)
     assert cached_counts == ([0, 16, 16, 48, 16] if prefix_caching else [0] * 5)
 
 
-def test_speculative_text_across_the_limit_equals_a_recomputation(checkpoint: Path, reference: Any) -> None:
+def test_tokens_with_drafts_across_the_limit_equal_a_recomputation(checkpoint: Path, reference: Any) -> None:
     """Checks n-gram drafts and drafts of a draft model, whose own KV cache also crosses the limit."""
     prompt = [*PROMPT[:8]] * 4
     expected = greedy_continuation(reference, prompt, NUM_NEW_TOKENS)
@@ -234,8 +234,8 @@ def test_scores_of_several_answers_across_the_limit_equal_a_recomputation(
         assert output.log_probabilities is not None
         assert output.prompt_log_probabilities is not None
         assert_scores(output.prompt_log_probabilities.token_log_probabilities, prompt_scores)
-        text = [*PROMPT, *output.token_ids]
-        expected = recompute_scores(reference, text, len(PROMPT))
+        tokens = [*PROMPT, *output.token_ids]
+        expected = recompute_scores(reference, tokens, len(PROMPT))
         assert_scores(output.log_probabilities.token_log_probabilities, expected)
 
 
@@ -245,6 +245,6 @@ def test_equal_short_and_long_factors_need_no_recomputation(tmp_path: Path) -> N
     pipeline = open_pipeline(write_checkpoint(tmp_path, config))
     assert pipeline.model.kv_cache_spec is not None
     assert pipeline.model.kv_cache_spec.key_limits == ()
-    network: Any = pipeline.model
-    assert not network.network.is_length_dependent
-    assert math.isclose(network.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)
+    model: Any = pipeline.model
+    assert not model.network.is_length_dependent
+    assert math.isclose(model.network.rotaries[0].config.max_positions, ORIGINAL_LENGTH)

@@ -1,4 +1,4 @@
-"""Planning of the KV cache on a device with measured memory; a fake reports the measurements."""
+"""Planning of the KV cache on a device with measured memory. A fake device returns the measurements."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FakeDeviceMemory(DeviceMemory):
 
     def __init__(self, total: int, weights: int, activations: int) -> None:
         self.total, self.weights, self.activations = total, weights, activations
-        self.num_measured = 0
+        self.num_measurements = 0
 
     def free(self) -> int:
         return self.total - self.weights
 
     def peak(self, work: Callable[[], object]) -> int:
         work()
-        self.num_measured += 1
+        self.num_measurements += 1
         if self.weights + self.activations > self.total:
             raise MemoryError("out of memory: tried to allocate 1 MiB")
         return self.activations
@@ -72,7 +72,7 @@ def test_the_cache_uses_the_memory_left_by_weights_and_activations(checkpoint: P
     for activations in (1 * MIB, 4 * MIB):
         memory = FakeDeviceMemory(10 * MIB, 3 * MIB, activations)
         plan = plans[activations] = make_memory_plan(checkpoint, memory, max_batch_size=200)
-        assert memory.num_measured == 1
+        assert memory.num_measurements == 1
         assert (plan.weights_size, plan.activation_size) == (3 * MIB, activations)
         used_memory = plan.static_size + plan.kv_cache_size
         assert used_memory <= plan.available_memory == int(0.9 * memory.total)

@@ -45,7 +45,7 @@ def make_config(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def compute_logits(pipeline: TextGenerationPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:  # [T, V]
-    """Return the logits of a prompt, then of ten single tokens."""
+    """Return the logits of a prefill, followed by the logits of ten decode steps."""
     # Echo turns off the prefix cache, so every row is computed.
     context = make_context(tokens[:-10], log_probabilities_echo=True)
     rows = [step_logits(pipeline, [context])[0]]

@@ -154,7 +154,7 @@ def replace_attention_parts(**parts: Any) -> Callable[[Any], Any]:
     return mutate
 
 
-def set_norms_to_one(network: Any) -> Any:
+def set_final_norm_to_one(network: Any) -> Any:
     unit_weight = torch.ones_like(network.norm.weight)
     return replace(network, norm=replace(network.norm, weight=unit_weight))
 
@@ -173,12 +173,12 @@ def apply_rope_in_every_layer(network: Any) -> Any:
     return replace_attention_parts(rotary_index=0)(network)
 
 
-def drop_head_options(network: Any) -> Any:
+def drop_logit_scale_and_soft_cap(network: Any) -> Any:
     head = network.head
     return None if (head.scale, head.soft_cap) == (1, None) else replace(network, head=Head(head.linear))
 
 
-def drop_embedding_options(network: Any) -> Any:
+def drop_embedding_scale(network: Any) -> Any:
     embedding = network.embedding
     return None if embedding.scale == 1 else replace(network, embedding=replace(embedding, scale=1.0))
 
@@ -272,7 +272,7 @@ def drop_head_bias(network: Any) -> Any:
     return replace(network, head=replace(network.head, linear=Linear(replace(packed_weight, bias=None))))
 
 
-def zero_norm_biases(network: Any) -> Any:
+def set_final_norm_bias_to_zero(network: Any) -> Any:
     norm = network.norm
     if not isinstance(norm, LayerNorm) or not norm.bias.any():
         return None
@@ -301,14 +301,14 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "decay of the state dropped": mutate_linear_attention(decay=torch.zeros_like),
     "gates swapped": mutate_linear_attention(gates=lambda gates: SwappedHalves(gates)),
     "head bias dropped": drop_head_bias,
-    "bias of the final norm set to 0": zero_norm_biases,
+    "bias of the final norm set to 0": set_final_norm_bias_to_zero,
     "query norm dropped": replace_attention_parts(q_norm=None),
     "key norm dropped": replace_attention_parts(k_norm=None),
     "soft cap of scores dropped": replace_attention_parts(soft_cap=None),
-    "soft cap and scale of logits dropped": drop_head_options,
-    "embedding scale dropped": drop_embedding_options,
+    "soft cap and scale of logits dropped": drop_logit_scale_and_soft_cap,
+    "embedding scale dropped": drop_embedding_scale,
     "residual multiplier set to 1": set_residual_scales_to_one,
-    "weight of the final norm set to 1": set_norms_to_one,
+    "weight of the final norm set to 1": set_final_norm_to_one,
     "local and global rope swapped": swap_ropes,
     "rope in layers without rope": apply_rope_in_every_layer,
 }
@@ -392,8 +392,8 @@ def test_swapped_layers_change_the_logits(tmp_path: Path) -> None:
         model: Any = open_pipeline(folder).model
         blocks = list(model.network.blocks)
         swapped_pipeline = open_pipeline(folder)
-        network: Any = swapped_pipeline.model
-        network.network = replace(network.network, blocks=(blocks[1], blocks[0], *blocks[2:]))
+        swapped_model: Any = swapped_pipeline.model
+        swapped_model.network = replace(swapped_model.network, blocks=(blocks[1], blocks[0], *blocks[2:]))
         assert not torch.allclose(
             step_logits(swapped_pipeline, [make_context(TOKENS)])[0], original_logits, atol=1e-2
         )

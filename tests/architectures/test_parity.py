@@ -1,4 +1,4 @@
-"""Every decoder architecture gives the logits and texts of transformers."""
+"""Every decoder architecture gives the logits and the greedy tokens of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pipeline(checkpoint: Path, request: pytest.FixtureRequest) -> TextGeneration
 
 
 @pytest.fixture(scope="module")
-def vocabulary(reference: Any) -> int:
+def vocab_size(reference: Any) -> int:
     return int(reference.config.vocab_size)
 
 
@@ -41,9 +41,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 70])
 def test_logits_of_a_prefill_equal_transformers(
-    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, length: int
+    pipeline: TextGenerationPipeline, reference: Any, vocab_size: int, length: int
 ) -> None:
-    tokens = random_tokens(length, vocabulary, seed=length)
+    tokens = random_tokens(length, vocab_size, seed=length)
     context = make_context(tokens)
     assert_close(step_logits(pipeline, [context])[0], transformers_logits(reference, tokens))
     pipeline.release(context)
@@ -52,9 +52,9 @@ def test_logits_of_a_prefill_equal_transformers(
 @pytest.mark.matrix
 @pytest.mark.parametrize("chunks", [[1, 69], [16, 16, 38], [33, 1, 36], [7] * 10])
 def test_logits_of_a_chunked_prefill_equal_transformers(
-    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, chunks: list[int]
+    pipeline: TextGenerationPipeline, reference: Any, vocab_size: int, chunks: list[int]
 ) -> None:
-    tokens = random_tokens(70, vocabulary, seed=3)
+    tokens = random_tokens(70, vocab_size, seed=3)
     expected = transformers_logits(reference, tokens)
     # Echo turns off the prefix cache, so all rows are computed.
     context = make_context(tokens, log_probabilities_echo=True)
@@ -68,9 +68,9 @@ def test_logits_of_a_chunked_prefill_equal_transformers(
 
 
 def test_logits_of_decode_steps_equal_transformers(
-    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int
+    pipeline: TextGenerationPipeline, reference: Any, vocab_size: int
 ) -> None:
-    tokens = random_tokens(60, vocabulary, seed=4)
+    tokens = random_tokens(60, vocab_size, seed=4)
     expected = transformers_logits(reference, tokens)
     context = make_context(tokens[:20])
     step_logits(pipeline, [context])
@@ -81,38 +81,38 @@ def test_logits_of_decode_steps_equal_transformers(
 
 
 def test_logits_of_a_mixed_batch_equal_transformers(
-    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int
+    pipeline: TextGenerationPipeline, reference: Any, vocab_size: int
 ) -> None:
     """One forward has a whole prompt, a middle chunk, a last chunk and a single token, of four requests."""
-    texts = [random_tokens(length, vocabulary, seed=length) for length in (23, 50, 41, 30)]
+    token_lists = [random_tokens(length, vocab_size, seed=length) for length in (23, 50, 41, 30)]
     full_prompt, middle_chunk, last_chunk = (
-        make_context(text, log_probabilities_echo=True) for text in texts[:3]
+        make_context(tokens, log_probabilities_echo=True) for tokens in token_lists[:3]
     )
-    single_token = make_context(texts[3][:-1], log_probabilities_echo=True)
+    single_token = make_context(token_lists[3][:-1], log_probabilities_echo=True)
     for context, num_computed, stop in ((middle_chunk, 17, 35), (last_chunk, 18, 41)):
         context.set_token_indices(active_idx=num_computed)
         step_logits(pipeline, [context])
         append_token(pipeline, context, 0)
         context.set_token_indices(active_idx=stop)
     step_logits(pipeline, [single_token])
-    append_token(pipeline, single_token, texts[3][-1])
+    append_token(pipeline, single_token, token_lists[3][-1])
     contexts = [full_prompt, middle_chunk, last_chunk, single_token]
-    for context, text, logits in zip(contexts, texts, step_logits(pipeline, contexts), strict=True):
-        assert_close(logits, transformers_logits(reference, text)[context.start_idx : context.active_idx])
+    for context, tokens, logits in zip(contexts, token_lists, step_logits(pipeline, contexts), strict=True):
+        assert_close(logits, transformers_logits(reference, tokens)[context.start_idx : context.active_idx])
         pipeline.release(context)
 
 
 @pytest.fixture(scope="module")
-def greedy_texts(reference: Any, vocabulary: int) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and their continuations by transformers."""
-    prompts = [random_tokens(length, vocabulary, seed=length) for length in (5, 40)]
+def greedy_continuations(reference: Any, vocab_size: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompts, each with its greedy continuation in transformers."""
+    prompts = [random_tokens(length, vocab_size, seed=length) for length in (5, 40)]
     return [(prompt, transformers_greedy(reference, prompt, 30)) for prompt in prompts]
 
 
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("num_steps", [1, 7])
-def test_greedy_text_equals_transformers(
-    pipeline: TextGenerationPipeline, greedy_texts: list[tuple[list[int], list[int]]], num_steps: int
+def test_greedy_tokens_equal_transformers(
+    pipeline: TextGenerationPipeline, greedy_continuations: list[tuple[list[int], list[int]]], num_steps: int
 ) -> None:
-    contexts = [make_context(prompt, 30) for prompt, _ in greedy_texts]
-    assert generate_tokens(pipeline, contexts, num_steps) == [text for _, text in greedy_texts]
+    contexts = [make_context(prompt, 30) for prompt, _ in greedy_continuations]
+    assert generate_tokens(pipeline, contexts, num_steps) == [tokens for _, tokens in greedy_continuations]

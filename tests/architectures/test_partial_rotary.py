@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 
 pytestmark = pytest.mark.models
 
-PARTIAL_BY_DEFAULT = (
+FAMILIES_WITH_PARTIAL_ROTARY = (
     *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "stablelm"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
@@ -64,7 +64,7 @@ def test_a_factor_with_linear_rope_is_applied_or_refused_as_in_transformers(
     if json.loads((folder / "config.json").read_text())["model_type"] in ("phi3", "phimoe"):
         pytest.skip("has no linear rope")
     tokens = random_tokens(40, 130)
-    if json.loads((folder / "config.json").read_text())["model_type"] in PARTIAL_BY_DEFAULT:
+    if json.loads((folder / "config.json").read_text())["model_type"] in FAMILIES_WITH_PARTIAL_ROTARY:
         expected = transformers_logits(load_in_transformers(folder), tokens)
         logits = step_logits(open_pipeline(folder), [make_context(tokens)])[0]
         torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)

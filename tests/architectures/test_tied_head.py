@@ -84,10 +84,10 @@ def test_a_stored_head_is_used(checkpoint: Path) -> None:
 def test_a_head_equal_to_the_table_gives_the_logits_of_a_tied_head(checkpoint: Path) -> None:
     name, _ = read_head(checkpoint)
     replace_tensors(checkpoint, head=None)
-    single_copy_logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
+    tied_logits = step_logits(open_pipeline(checkpoint), [make_context(TOKENS)])[0]
     file = checkpoint / "model.safetensors"
     save_file(load_file(file) | {name: read_embedding_table(checkpoint).clone()}, file)
-    assert torch.equal(assert_logits_equal_transformers(checkpoint), single_copy_logits)
+    assert torch.equal(assert_logits_equal_transformers(checkpoint), tied_logits)
 
 
 def test_a_stored_head_replaces_a_missing_embedding_table(checkpoint: Path) -> None:

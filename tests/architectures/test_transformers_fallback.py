@@ -127,7 +127,7 @@ def test_chunks_steps_and_batches_equal_transformers(
         pipeline.release(context)
 
 
-def test_prefix_hits_and_preemption_keep_the_greedy_text(
+def test_prefix_hits_and_preemption_keep_the_greedy_tokens(
     pipeline: TextGenerationPipeline, reference: Any
 ) -> None:
     expected = transformers_greedy(reference, TOKENS, 12)
@@ -144,7 +144,7 @@ def test_prefix_hits_and_preemption_keep_the_greedy_text(
     assert tokens + generate_tokens(pipeline, [preempted_context])[0] == expected
 
 
-def test_text_with_drafts_equals_transformers(checkpoint: Path, reference: Any) -> None:
+def test_tokens_with_drafts_equal_transformers(checkpoint: Path, reference: Any) -> None:
     prompt = TOKENS[:10] * 3
     pipeline = open_fallback(checkpoint, speculative_method="ngram", num_speculative_tokens=3)
     assert generate_tokens(pipeline, [make_context(prompt, 20)]) == [

@@ -185,7 +185,7 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
     _, cache = transformers_step(reference, tokens[:70])
-    # transformers decodes step by step, because some RoPE types depend on the length of the text.
+    # transformers decodes step by step, because some RoPE types depend on the sequence length.
     for length in range(71, 86):
         expected, cache = transformers_step(reference, tokens[:length], cache)
         append_token(pipeline, context, tokens[length - 1])

@@ -23,7 +23,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
-EAGER_PROMPTS = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+EAGER_FAMILIES = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Families whose prompts run eagerly because of bidirectional spans or multimodal rotary embeddings."""
 
 VISION_FAMILIES = [
@@ -132,7 +132,7 @@ def test_prompts_with_images_equal_eager_prompts_and_are_compiled_if_supported(
             pipeline.release(context)
         assert torch.equal(*results), f"round {seed}"
         statuses.append(compiled_pipeline.session.graph_status)
-    assert statuses[-1].startswith("eager: " if name in EAGER_PROMPTS else "compiled: ")
+    assert statuses[-1].startswith("eager: " if name in EAGER_FAMILIES else "compiled: ")
 
 
 def test_a_step_runs_once_before_it_is_captured(checkpoint: tuple[str, Path]) -> None:
@@ -190,7 +190,7 @@ def test_graphs_are_dropped_when_the_operations_change(tmp_path: Path) -> None:
     assert model.encoder_graphs is not graphs_before
 
 
-def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path) -> None:
+def test_requests_with_images_use_graphs_and_give_the_eager_tokens(tmp_path: Path) -> None:
     config = find_architecture("smolvlm").tiny_config()
     pipeline = open_vision(write_vision_checkpoint("smolvlm", tmp_path), "float32", compiled=True)
     eager_pipeline = open_vision(tmp_path, "float32", compiled=False)
@@ -211,7 +211,7 @@ def test_requests_with_images_use_graphs_and_give_the_eager_text(tmp_path: Path)
     assert model.encoder_graphs.num_graphs
 
 
-def test_several_steps_after_an_image_give_the_text_of_single_eager_steps(tmp_path: Path) -> None:
+def test_several_steps_after_an_image_give_the_tokens_of_single_eager_steps(tmp_path: Path) -> None:
     """In a call of several steps, only the first step reads the embedding of the image's last token."""
     folder = write_vision_checkpoint("llava", tmp_path)
 

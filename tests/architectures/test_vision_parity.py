@@ -34,7 +34,7 @@ class Family:
     config: dict[str, Any]
     prompt: VisionPrompt
     logits: torch.Tensor  # [T, V]
-    text: list[int]
+    greedy_tokens: list[int]
 
 
 def build_family(architecture: SupportedArchitecture, folder: Path, **changes: Any) -> Family:
@@ -116,14 +116,18 @@ def test_decode_steps_after_images_equal_transformers(
 
 
 @pytest.mark.parametrize("num_steps", [1, 7])
-def test_greedy_text_equals_transformers(
+def test_greedy_tokens_equal_transformers(
     family: Family, pipeline: TextGenerationPipeline, num_steps: int
 ) -> None:
-    text = random_tokens(30, 120, seed=2)
-    single_context = make_context(text, 20)
+    text_tokens = random_tokens(30, 120, seed=2)
+    single_context = make_context(text_tokens, 20)
     [expected] = generate_tokens(pipeline, [single_context])
-    contexts = [family.prompt.context(20), make_context(text, 20), family.prompt.context(20)]
-    assert generate_tokens(pipeline, contexts, num_steps) == [family.text, expected, family.text]
+    contexts = [family.prompt.context(20), make_context(text_tokens, 20), family.prompt.context(20)]
+    assert generate_tokens(pipeline, contexts, num_steps) == [
+        family.greedy_tokens,
+        expected,
+        family.greedy_tokens,
+    ]
 
 
 def test_a_prompt_without_images_equals_transformers(
@@ -141,12 +145,12 @@ def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGen
     """Equal images share cache blocks and encoder outputs. An image with one changed pixel is not shared."""
     assert pipeline.runner.images is not None
     prompt = family.prompt
-    [text] = generate_tokens(pipeline, [prompt.context(20)])
+    [expected] = generate_tokens(pipeline, [prompt.context(20)])
     same_context = prompt.context(20)
     pipeline.kv.claim(same_context)
     assert same_context.start_idx >= 16
     num_encoded = pipeline.runner.images.cache.num_encoded
-    assert generate_tokens(pipeline, [same_context]) == [text]
+    assert generate_tokens(pipeline, [same_context]) == [expected]
     assert pipeline.runner.images.cache.num_encoded == num_encoded
     last_image = prompt.images[1]
     pixels = last_image.pixel_values.copy()
@@ -160,10 +164,10 @@ def test_an_equal_prefix_with_images_is_reused(family: Family, pipeline: TextGen
     pipeline.release(changed_context)
 
 
-def test_a_preempted_context_continues_with_the_same_text(
+def test_a_preempted_context_continues_with_the_tokens_of_transformers(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
-    """The context loses its blocks after at least 8 generated tokens, and its text is recomputed."""
+    """The context loses its blocks after at least 8 generated tokens, and all its tokens are recomputed."""
     context = family.prompt.context(20)
     tokens: list[int] = []
     while len(tokens) < 8:
@@ -172,10 +176,10 @@ def test_a_preempted_context_continues_with_the_same_text(
     while not context.is_done:
         tokens += [int(token.next_token) for token in pipeline.execute({"a": context})["a"].tokens]
     pipeline.release(context)
-    assert tokens == family.text
+    assert tokens == family.greedy_tokens
 
 
-def test_logits_after_a_final_image_equal_transformers_and_several_steps_give_equal_text(
+def test_logits_after_a_final_image_equal_transformers_and_several_steps_give_equal_tokens(
     family: Family, pipeline: TextGenerationPipeline
 ) -> None:
     full_prompt = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
@@ -189,8 +193,8 @@ def test_logits_after_a_final_image_equal_transformers_and_several_steps_give_eq
         row = len(prompt.tokens) + index
         assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
     pipeline.release(context)
-    single_step_text = generate_tokens(pipeline, [prompt.context(10)], 1)
-    assert generate_tokens(pipeline, [prompt.context(10)], 5) == single_step_text
+    single_step_tokens = generate_tokens(pipeline, [prompt.context(10)], 1)
+    assert generate_tokens(pipeline, [prompt.context(10)], 5) == single_step_tokens
 
 
 @pytest.mark.parametrize(("encoding", "max_error"), [("bfloat16", None), ("int8", 0.2)])
@@ -259,4 +263,4 @@ def test_variants_of_the_configuration_equal_transformers(
     family = build_family(architecture, tmp_path, **changes)
     pipeline = open_pipeline(tmp_path, kv_cache_block_size=16)
     assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
-    assert generate_tokens(pipeline, [family.prompt.context(20)], 4) == [family.text]
+    assert generate_tokens(pipeline, [family.prompt.context(20)], 4) == [family.greedy_tokens]

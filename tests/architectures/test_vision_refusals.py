@@ -1,4 +1,4 @@
-"""Unsupported vision configurations are refused with the name of the value; older configurations are read."""
+"""Unsupported vision configurations are refused, and the error names the value; older ones are read."""
 
 from __future__ import annotations
 

@@ -335,17 +335,17 @@ def test_next_chunk_returns_the_audio_of_all_tokens(model: SpeechModel) -> None:
 
 
 def test_the_number_of_next_speech_tokens_is_limited_per_request(model: SpeechModel) -> None:
-    tokens = model.pipeline.speech_lm_pipeline
+    speech_lm_pipeline = model.pipeline.speech_lm_pipeline
     contexts = {name: model.context(name, params={"ignore_eos": True}) for name in ("a", "b", "c")}
-    outputs = tokens.next_speech_token(contexts, 10, {"a": 3, "b": 0, "c": 100})
+    outputs = speech_lm_pipeline.next_speech_token(contexts, 10, {"a": 3, "b": 0, "c": 100})
     assert {name: len(output.tokens) for name, output in outputs.items()} == {"a": 3, "c": 10}
     assert len(contexts["b"].generated_tokens) == 0
-    assert tokens.next_speech_token(contexts, 0, {"a": 3, "b": 3, "c": 3}) == {}
-    assert tokens.next_speech_token({}, 4, {}) == {}
+    assert speech_lm_pipeline.next_speech_token(contexts, 0, {"a": 3, "b": 3, "c": 3}) == {}
+    assert speech_lm_pipeline.next_speech_token({}, 4, {}) == {}
     with pytest.raises(InputError, match="no number for the request a"):
-        tokens.next_speech_token({"a": contexts["a"]}, 1, {})
+        speech_lm_pipeline.next_speech_token({"a": contexts["a"]}, 1, {})
     for context in contexts.values():
-        tokens.release(context)
+        speech_lm_pipeline.release(context)
 
 
 def test_speech_tokens_can_be_generated_without_a_codec(folder: Path) -> None:

@@ -136,7 +136,7 @@ def test_logits_after_a_preemption_are_bit_equal(pipeline: TextGenerationPipelin
 
 
 @pytest.mark.matrix(strength=1)
-def test_text_with_speculation_equals_plain_text(pipeline: TextGenerationPipeline) -> None:
+def test_tokens_with_speculation_equal_plain_tokens(pipeline: TextGenerationPipeline) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]
     plain_tokens = [

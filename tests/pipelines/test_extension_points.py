@@ -201,13 +201,13 @@ def test_input_embeddings_replace_the_embeddings_of_tokens(pipeline: TextGenerat
 class FixedProposer:
     """A proposer with fixed numbers of correct drafts and of wrong drafts after them."""
 
-    def __init__(self, texts: Mapping[str, list[int]], num_correct: int, num_wrong: int) -> None:
-        self.texts, self.num_correct, self.num_wrong = texts, num_correct, num_wrong
+    def __init__(self, tokens_by_request: Mapping[str, list[int]], num_correct: int, num_wrong: int) -> None:
+        self.tokens_by_request, self.num_correct, self.num_wrong = tokens_by_request, num_correct, num_wrong
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
-            next_tokens = self.texts[context.request_id][len(context.generated_tokens) :]
+            next_tokens = self.tokens_by_request[context.request_id][len(context.generated_tokens) :]
             wrong_tokens = [
                 (token + 1) % 130
                 for token in next_tokens[self.num_correct : self.num_correct + self.num_wrong]
@@ -231,7 +231,7 @@ class FixedProposer:
     [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)],
     ids=["greedy", "sampled"],
 )
-def test_speculation_gives_the_text_of_plain_decoding(
+def test_speculation_gives_the_tokens_of_plain_decoding(
     pipeline: TextGenerationPipeline, num_correct: int, num_wrong: int, sampling: SamplingParams
 ) -> None:
     def contexts() -> list[TextContext]:

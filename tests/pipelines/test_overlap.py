@@ -294,7 +294,7 @@ def test_idle_time_between_requests_does_not_count_as_step_time(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, clock_seconds = pipelines["lazy"], 0.0
-    seconds: list[float] = []
+    recorded_seconds: list[float] = []
 
     def clock() -> float:
         nonlocal clock_seconds
@@ -302,7 +302,7 @@ def test_idle_time_between_requests_does_not_count_as_step_time(
         return clock_seconds
 
     monkeypatch.setattr("penstock.pipelines.overlap.perf_counter", clock)
-    monkeypatch.setattr(pipeline.runner, "record_step", seconds.append)
+    monkeypatch.setattr(pipeline.runner, "record_step", recorded_seconds.append)
     steps = pipeline.overlapped_steps
     assert steps is not None
     scheduler = OverlappedScheduler(pipeline, steps=steps, max_batch_size=6, ready=pipeline.ready)
@@ -311,8 +311,8 @@ def test_idle_time_between_requests_does_not_count_as_step_time(
         scheduler.submit(make_named_context(name, PROMPT[:1], 5, eos_token_ids=set()))
         while scheduler.has_work:
             scheduler.step()
-    assert len(seconds) == 10
-    assert 0 < max(seconds) < 5
+    assert len(recorded_seconds) == 10
+    assert 0 < max(recorded_seconds) < 5
 
 
 def test_steps_overlap(pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,15 +340,15 @@ def test_outputs_with_end_tokens_and_end_sequences_equal_those_of_synchronous_st
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
     """An overlapped step computes one token after the end, which is dropped."""
-    text = [
+    plain_tokens = [
         token
         for token, _ in compare_outputs(pipelines, lambda: [make_named_context("a", PROMPT, 30)])["a"][:-2]
     ]
 
     def contexts() -> list[TextContext]:
         fields_by_name: dict[str, dict[str, Any]] = {
-            **{f"end {i}": {"eos_token_ids": {text[i]}} for i in (0, 1, 5, 20)},
-            **{f"stop {i}": {"eos_sequences": [text[i : i + 2]]} for i in (0, 4, 17)},
+            **{f"end {i}": {"eos_token_ids": {plain_tokens[i]}} for i in (0, 1, 5, 20)},
+            **{f"stop {i}": {"eos_sequences": [plain_tokens[i : i + 2]]} for i in (0, 4, 17)},
         }
         return [
             *(make_named_context(name, PROMPT, 30, **fields) for name, fields in fields_by_name.items()),
@@ -473,7 +473,7 @@ def test_choices_equal_those_of_synchronous_steps(pipelines: dict[str, TextGener
 def test_outputs_with_adapters_equal_those_of_synchronous_steps(
     pipelines: dict[str, TextGenerationPipeline],
 ) -> None:
-    """Two adapters share one slot. Loading an adapter must not affect running requests of the other one."""
+    """Two adapters share one slot. Loading one must not affect running requests of the other adapter."""
 
     def contexts() -> list[TextContext]:
         names = ["tone", None, "other", "tone", "other", None, "other", "tone"]
@@ -523,7 +523,7 @@ def test_outputs_of_cancelled_requests_equal_those_of_synchronous_steps(
     scheduler = load_scheduler(pipelines["lazy"].config, pipelines["lazy"])
     context = make_named_context("a", PROMPT, 20)
     scheduler.submit(context)
-    scheduler.step()  # the step is launched, and its results are not collected
+    scheduler.step()  # launches a step whose results are not collected yet
     scheduler.cancel("a")
     assert scheduler.step() == {}
     assert not scheduler.has_work
@@ -571,19 +571,21 @@ def test_a_step_that_fails_once_is_repeated(
     pipelines: dict[str, TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = run_contexts(pipelines["cpu"], four_contexts())
-    for failing in range(1, 14):
+    for failing_forward in range(1, 14):
         counter = iter(range(1, 1000))
 
-        def fail_once(lengths: Any, outputs: Any, failing: int = failing, counter: Any = counter) -> Any:
-            if next(counter) == failing:
+        def fail_once(
+            lengths: Any, outputs: Any, failing_forward: int = failing_forward, counter: Any = counter
+        ) -> Any:
+            if next(counter) == failing_forward:
                 raise ArithmeticError("the device failed")
             return outputs
 
         with monkeypatch.context() as patch:
             patch_outputs(pipelines["lazy"], patch, fail_once)
             actual, _ = run_contexts(pipelines["lazy"], four_contexts(), arrival_interval=2)
-        assert actual == expected, failing
-        assert next(counter) > failing + 1, "no step failed"
+        assert actual == expected, failing_forward
+        assert next(counter) > failing_forward + 1, "no step failed"
 
 
 def test_only_the_request_that_causes_an_error_fails(
@@ -637,8 +639,8 @@ def test_outputs_of_refused_requests_equal_those_of_synchronous_steps(
 
 
 def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list[LazyQueue]) -> None:
-    """The calls use stop strings, several choices, and a stream that is closed early."""
-    texts = {}
+    """The calls use stop strings, several choices, and a stream that is closed before its end."""
+    results_by_kernels = {}
     for kernels in ("cpu", "lazy"):
         llm = LLM(str(folder), kernels=kernels, deterministic=True, max_batch_size=4)
         prompts = ["Once upon", "a", "The quick brown fox jumps"]
@@ -653,9 +655,9 @@ def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list
         stream.close()
         outputs = llm.generate(prompts, SamplingParams(temperature=1, max_new_tokens=12, seed=4), n=3)
         actual += [output.text for output in outputs]
-        texts[kernels] = actual
+        results_by_kernels[kernels] = actual
         llm.close()
-    assert texts["lazy"] == texts["cpu"]
+    assert results_by_kernels["lazy"] == results_by_kernels["cpu"]
     assert not queues[-1].num_waiting
 
 
@@ -663,7 +665,7 @@ def test_llm_outputs_equal_those_of_synchronous_steps(folder: Path, queues: list
 def test_worker_results_equal_those_of_synchronous_steps(
     common_values: dict[str, Any], queues: list[LazyQueue], log_probabilities: int
 ) -> None:
-    """After the last result, discard the cache while a step is launched whose requests have ended.
+    """The cache is discarded after the last result, while a launched step still contains ended requests.
 
     With log probabilities, the last call launches no step.
     """

@@ -106,8 +106,8 @@ def test_greedy_and_sampled_tokens_do_not_depend_on_the_batch(pipeline: TextGene
         ]
 
     batch_tokens = generate_tokens(pipeline, contexts(), num_steps=3)
-    single_texts = [generate_tokens(pipeline, [context])[0] for context in contexts()]
-    assert batch_tokens == single_texts
+    single_tokens = [generate_tokens(pipeline, [context])[0] for context in contexts()]
+    assert batch_tokens == single_tokens
     assert batch_tokens[0] != batch_tokens[1]
 
 
@@ -156,7 +156,7 @@ def test_min_new_tokens_delays_the_end(pipeline: TextGenerationPipeline) -> None
     assert not set(tokens[:7]) & set(plain_tokens)
 
 
-def test_a_full_cache_raises_an_error_and_changes_no_context(checkpoint: Path) -> None:
+def test_a_full_cache_raises_an_error_and_no_context_gets_a_token(checkpoint: Path) -> None:
     # float32 bytes * K and V * layers * kv heads * head dim * block size * blocks
     size = 4 * 2 * 3 * 2 * 8 * 16 * 5
     fixed_settings = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
@@ -258,7 +258,7 @@ def test_log_probabilities_equal_transformers(
     pipeline.release(context)
 
 
-def test_penalties_change_only_the_text_of_their_request(pipeline: TextGenerationPipeline) -> None:
+def test_penalties_change_only_the_tokens_of_their_request(pipeline: TextGenerationPipeline) -> None:
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT)])
     params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
     penalized_tokens, unpenalized_tokens = generate_tokens(
@@ -281,16 +281,16 @@ def test_hidden_states_give_the_logits_of_transformers(
     pipeline: TextGenerationPipeline, reference: Any, option: ReturnHiddenStates, num_rows: int
 ) -> None:
     pipeline.model.return_hidden_states = option
-    texts = [PROMPT, PROMPT[:9]]
-    outputs = run_once(pipeline, texts)
+    prompts = [PROMPT, PROMPT[:9]]
+    outputs = run_once(pipeline, prompts)
     assert outputs.hidden_states.shape == (num_rows, 48)
     last_state = outputs.hidden_states[-1:]
-    network: Any = pipeline.model
+    model: Any = pipeline.model
     step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
     with torch.inference_mode():
-        normed_state = last_state if "NORMALIZED" in option.name else network.network.norm(last_state, step)
+        normed_state = last_state if "NORMALIZED" in option.name else model.network.norm(last_state, step)
         logits = reference.lm_head(normed_state.cpu())
-    torch.testing.assert_close(logits, transformers_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(logits, transformers_logits(reference, prompts[1])[-1:], atol=1e-3, rtol=1e-4)
 
 
 def test_return_logits_all_gives_every_row_and_does_not_change_generation(
@@ -307,8 +307,8 @@ def test_return_logits_all_gives_every_row_and_does_not_change_generation(
     )
 
 
-def test_return_logits_last_token_gives_one_row(pipeline: TextGenerationPipeline) -> None:
-    arguments = {"pipeline": pipeline, "texts": [PROMPT, PROMPT[:9]], "return_n_logits": 3}
+def test_return_logits_last_token_gives_one_row_per_sequence(pipeline: TextGenerationPipeline) -> None:
+    arguments = {"pipeline": pipeline, "prompts": [PROMPT, PROMPT[:9]], "return_n_logits": 3}
     assert run_once(**arguments).logit_offsets.tolist() == [0, 3, 6]
     pipeline.model.return_logits = ReturnLogits.LAST_TOKEN
     assert run_once(**arguments).logit_offsets.tolist() == [0, 1, 2]
@@ -341,7 +341,7 @@ def test_a_model_can_be_built_from_configuration_and_session(pipeline: TextGener
     assert model.dtype.value == "float32"
 
 
-def test_a_given_cache_configuration_is_used(pipeline: TextGenerationPipeline) -> None:
+def test_the_argument_kv_cache_config_is_used(pipeline: TextGenerationPipeline) -> None:
     cache_config = KVCacheConfig(block_size=64, dtype="bfloat16", memory=10**6)
     model = type(pipeline.model)(pipeline.config, pipeline.session, kv_cache_config=cache_config)
     assert isinstance(model, KVCacheMixin)
@@ -444,7 +444,7 @@ def test_a_context_of_another_task_is_refused(pipeline: TextGenerationPipeline) 
 def test_a_speech_context_ends_with_its_last_token(
     pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speech-token pipeline is a subclass with another context type."""
+    """The pipeline gets the context type of its subclass for speech tokens."""
     (plain_tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 2)])
     monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)
@@ -457,8 +457,8 @@ def test_a_speech_context_ends_with_its_last_token(
     pipeline.release(context)
 
 
-def run_once(pipeline: TextGenerationPipeline, texts: list[list[int]], return_n_logits: int = 1) -> Any:
-    contexts = [make_context(text) for text in texts]
+def run_once(pipeline: TextGenerationPipeline, prompts: list[list[int]], return_n_logits: int = 1) -> Any:
+    contexts = [make_context(prompt) for prompt in prompts]
     kv: Any = pipeline.kv
     for context in contexts:
         kv.claim(context)

@@ -42,7 +42,7 @@ class RejectingMatcher:
     """A matcher that rejects all tokens from the third on, although its mask allows every token."""
 
     def __init__(self) -> None:
-        self.num_accepted = 0
+        self.num_received = 0
 
     def is_terminated(self) -> bool:
         return False
@@ -58,8 +58,8 @@ class RejectingMatcher:
         return []
 
     def accept_token(self, token: int) -> bool:
-        self.num_accepted += 1
-        return self.num_accepted < 3
+        self.num_received += 1
+        return self.num_received < 3
 
 
 def test_a_context_whose_matcher_rejects_its_token_fails_alone(
@@ -132,13 +132,13 @@ def test_non_finite_logits_fail_only_their_context(
     for context in contexts().values():
         context.log_probabilities = num_top
         scheduler.submit(context)
-    texts: dict[str, list[int]] = {name: [] for name in plain_results}
+    tokens_by_request: dict[str, list[int]] = {name: [] for name in plain_results}
     while scheduler.has_work:
         for name, response in scheduler.step(num_steps).items():
-            texts[name] += [token.next_token for token in response.tokens]
+            tokens_by_request[name] += [token.next_token for token in response.tokens]
     assert list(scheduler.failures) == ["bad"]
     assert "logits that are not finite" in str(scheduler.failures["bad"])
-    assert {name: texts[name] for name in ("good", "as good")} == {
+    assert {name: tokens_by_request[name] for name in ("good", "as good")} == {
         name: plain_results[name] for name in ("good", "as good")
     }
     pipeline.kv.check_integrity()
@@ -171,8 +171,8 @@ def test_logits_of_minus_infinity_are_valid(pipeline: TextGenerationPipeline) ->
         return with_logits(outputs, logits)
 
     pipeline.model.execute = execute_with_minus_infinity  # type: ignore[method-assign]
-    (text,) = generate_tokens(pipeline, [make_context(PROMPT, 9)])
-    assert max(text) < 5
+    (tokens,) = generate_tokens(pipeline, [make_context(PROMPT, 9)])
+    assert max(tokens) < 5
     assert not pipeline.failures
 
 

@@ -87,7 +87,7 @@ def test_a_step_can_be_launched_before_the_previous_one_is_collected(checkpoint:
     assert [context.current_length for context in contexts] == [1, 2], "collecting changes no context"
 
 
-def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> None:
+def test_the_second_launched_batch_can_be_collected_first(checkpoint: Path) -> None:
     pipeline, _ = counting_pipeline(checkpoint)
     a, b = make_context([5]), make_context([50, 60])
     handle_a, handle_b = pipeline.launch({"a": a}), pipeline.launch({"b": b}, num_steps=3)

@@ -79,15 +79,15 @@ params_strategy = st.builds(
 @settings(max_examples=num_examples(60))
 @given(
     rows=st.lists(st.tuples(params_strategy, st.integers(0, 10**6)), min_size=1, max_size=6),
-    vocabulary=st.sampled_from([2, 33, 130, 1000]),
+    vocab_size=st.sampled_from([2, 33, 130, 1000]),
     standard_deviation=st.sampled_from([0.1, 1.0, 6.0]),
     seed=st.integers(0, 1000),
 )
-def test_sampled_tokens_follow_the_rule(
-    ops: Ops, rows: list[tuple[SamplingParams, int]], vocabulary: int, standard_deviation: float, seed: int
+def test_sampled_tokens_equal_those_of_the_numpy_implementation(
+    ops: Ops, rows: list[tuple[SamplingParams, int]], vocab_size: int, standard_deviation: float, seed: int
 ) -> None:
     logits = (
-        np.random.default_rng(seed).normal(0, standard_deviation, (len(rows), vocabulary)).astype(np.float32)
+        np.random.default_rng(seed).normal(0, standard_deviation, (len(rows), vocab_size)).astype(np.float32)
     )
     params = [sampling for sampling, _ in rows]
     positions = [position for _, position in rows]
@@ -139,12 +139,12 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_probability(
 )
 def test_sampled_tokens_have_the_expected_distribution(ops: Ops, params: SamplingParams) -> None:
     """A chi-squared test of 20,000 samples against the probabilities (p > 0.001)."""
-    count, vocabulary = 20_000, 50
-    logits = np.random.default_rng(5).normal(0, 1.5, vocabulary).astype(np.float32)
+    count, vocab_size = 20_000, 50
+    logits = np.random.default_rng(5).normal(0, 1.5, vocab_size).astype(np.float32)
     uniform_grid = (np.arange(40_000) + 0.5) / 40_000
-    expected = np.bincount(expected_tokens(logits, params, uniform_grid), minlength=vocabulary)
+    expected = np.bincount(expected_tokens(logits, params, uniform_grid), minlength=vocab_size)
     sampled_ids = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
-    observed = np.bincount(sampled_ids, minlength=vocabulary)
+    observed = np.bincount(sampled_ids, minlength=vocab_size)
     assert not observed[expected == 0].any()
     cells = expected * (count / 40_000) >= 5
     statistic = (((observed - expected / 2) ** 2)[cells] / (expected / 2)[cells]).sum()
@@ -157,13 +157,13 @@ def test_a_bitmask_excludes_tokens(ops: Ops) -> None:
     bitmask = torch.zeros(3, 3, dtype=torch.int32)
     bitmask[0, 2] = 1 << 5  # allows only token 69
     bitmask[1] = -1
-    bitmask[2, 0] = torch.tensor(-(2**31))  # allows only token 31, which is the sign bit
-    unlimited = torch.ones(3)
+    bitmask[2, 0] = torch.tensor(-(2**31))  # the sign bit allows only token 31
+    ones = torch.ones(3)
     inputs = SamplingInputs(
-        unlimited,
+        ones,
         torch.zeros(3, dtype=torch.int64),
-        unlimited,
-        0 * unlimited,
+        ones,
+        0 * ones,
         torch.full((3,), 0.4, dtype=torch.float64),
     )
     tokens = ops.sample(logits, inputs, bitmask).tolist()

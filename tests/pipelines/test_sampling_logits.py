@@ -122,7 +122,11 @@ def test_a_banned_sequence_is_completed_only_if_no_other_token_remains() -> None
     context = advance(make_context([5], sampling_params=params, eos_token_ids=set()), [5])
     result = adjust(random_logits(3, 0), [context], [[6, 5]])
     banned_ids = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
-    assert banned_ids == [{9}, {7, 8, 9}, {9}]  # after output 5, 6, 5; the prompt does not count
+    assert banned_ids == [
+        {9},
+        {7, 8, 9},
+        {9},
+    ]  # after the outputs [5], [5, 6] and [5, 6, 5], without the prompt
     strict_params = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
     context = advance(make_context([1], sampling_params=strict_params, eos_token_ids=set()), [5])
     assert adjust(random_logits(1, 0), [context], None)[0].argmax() == 6
@@ -163,9 +167,9 @@ def test_adjusted_logits_equal_transformers() -> None:
         expected = processors(torch.from_numpy(context.all_tokens)[None], logits.clone())
         result = adjust(logits, [context])
         assert (result.argmax(), result.argmin().item()) == (expected.argmax(), 0)
-        finite = expected.isfinite()
-        torch.testing.assert_close(result[finite], expected[finite])
-        assert (result[~finite] <= -1e20).all()
+        is_finite = expected.isfinite()
+        torch.testing.assert_close(result[is_finite], expected[is_finite])
+        assert (result[~is_finite] <= -1e20).all()
 
 
 def test_frequency_and_presence_penalties_count_only_the_output() -> None:
@@ -256,7 +260,7 @@ def test_token_counts_equal_a_recount(operations: list[tuple[str, int]], with_pr
             context.rollback(min(number, len(context.generated_tokens)))
         elif operation == "reset":
             context.reset()
-        elif operation == "cut":  # `set_token_indices` does not notify the counter
+        elif operation == "cut":  # `set_token_indices` does not update the token counts
             new_end = max(context.end_idx - number, 4)
             if context.start_idx < new_end - 1 < context.end_idx and len(context.generated_tokens):
                 context.set_token_indices(active_idx=new_end, end_idx=new_end)

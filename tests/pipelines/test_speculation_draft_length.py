@@ -49,21 +49,22 @@ class SimulatedMachine:
             self._draw_num_accepted(acceptance_rate, draft_length)
             for acceptance_rate, draft_length in zip(self.acceptance_rates, draft_lengths, strict=True)
         ]
-        rows = len(draft_lengths) + sum(draft_lengths)
+        num_rows = len(draft_lengths) + sum(draft_lengths)
         slowdown = 1 + self.noise * self.random.random() ** 4 * 5
-        forward_seconds, proposal_seconds = self.cost(rows) * slowdown, max(draft_lengths) * self.draft_cost
-        self.policy.record_step(rows, max(draft_lengths), forward_seconds, proposal_seconds)
+        forward_seconds = self.cost(num_rows) * slowdown
+        proposal_seconds = max(draft_lengths) * self.draft_cost
+        self.policy.record_step(num_rows, max(draft_lengths), forward_seconds, proposal_seconds)
         self.policy.observe(self.contexts, drafts, num_accepted)
         return draft_lengths, len(draft_lengths) + sum(num_accepted), forward_seconds + proposal_seconds
 
-    def run(self, steps: int) -> tuple[list[float], float]:
+    def run(self, num_steps: int) -> tuple[list[float], float]:
         """Run steps. Return the mean draft length of each context, and the tokens per second."""
         total_lengths, tokens, seconds = [0] * len(self.acceptance_rates), 0, 0.0
-        for _ in range(steps):
+        for _ in range(num_steps):
             draft_lengths, num_tokens, duration = self.step()
             total_lengths = [a + b for a, b in zip(total_lengths, draft_lengths, strict=True)]
             tokens, seconds = tokens + num_tokens, seconds + duration
-        return [draft_length / steps for draft_length in total_lengths], tokens / seconds
+        return [draft_length / num_steps for draft_length in total_lengths], tokens / seconds
 
     def _draw_num_accepted(self, acceptance_rate: float, draft_length: int) -> int:
         count = 0
@@ -72,14 +73,14 @@ class SimulatedMachine:
         return count
 
 
-def memory_bound(rows: int) -> float:
+def memory_bound(num_rows: int) -> float:
     """Return the seconds of a step that mainly reads weights, so that more rows cost little."""
-    return 0.010 + 0.0002 * rows
+    return 0.010 + 0.0002 * num_rows
 
 
-def compute_bound(rows: int) -> float:
+def compute_bound(num_rows: int) -> float:
     """Return the seconds of a step whose time is proportional to its rows."""
-    return 0.010 * rows
+    return 0.010 * num_rows
 
 
 def test_drafts_that_are_always_accepted_become_long() -> None:
@@ -94,7 +95,7 @@ def test_drafts_that_are_always_accepted_become_long() -> None:
 @pytest.mark.parametrize(
     ("acceptance_rate", "cost"), [(0.0, memory_bound), (0.9, compute_bound), (0.3, compute_bound)]
 )
-def test_almost_nothing_is_drafted_if_drafts_are_not_faster(
+def test_few_tokens_are_drafted_if_drafts_do_not_increase_the_speed(
     acceptance_rate: float, cost: CostFunction, noise: float
 ) -> None:
     machine = SimulatedMachine([acceptance_rate], cost, noise=noise)
@@ -123,8 +124,8 @@ def test_the_draft_length_of_a_context_follows_its_own_acceptance() -> None:
 
 
 def test_a_large_batch_has_shorter_drafts_than_a_small_one() -> None:
-    def cost(rows: int) -> float:
-        return 0.010 if rows <= 16 else 0.010 + 0.001 * (rows - 16)
+    def cost(num_rows: int) -> float:
+        return 0.010 if num_rows <= 16 else 0.010 + 0.001 * (num_rows - 16)
 
     mean_lengths = []
     for batch_size in (1, 8, 32):
@@ -137,8 +138,8 @@ def test_a_large_batch_has_shorter_drafts_than_a_small_one() -> None:
 def test_a_few_slow_steps_do_not_shorten_drafts() -> None:
     num_slow_steps = 6
 
-    def cost(rows: int) -> float:
-        return memory_bound(rows) * (5 if machine.num_steps < num_slow_steps and rows > 1 else 1)
+    def cost(num_rows: int) -> float:
+        return memory_bound(num_rows) * (5 if machine.num_steps < num_slow_steps and num_rows > 1 else 1)
 
     machine = SimulatedMachine([1.0], cost)
     for machine.num_steps in range(80):
@@ -151,17 +152,17 @@ def test_drafting_resumes_when_drafts_are_accepted_again() -> None:
     machine = SimulatedMachine([0.0], memory_bound)
     machine.run(2000)
     machine.acceptance_rates = [1.0]
-    steps = 0
+    num_steps = 0
     while machine.step()[0] != [8]:
-        steps += 1
-        assert steps < 600, "a context is probed at least every 256 steps"
+        num_steps += 1
+        assert num_steps < 600, "a context is probed at least every 256 steps"
 
 
 @pytest.mark.parametrize("acceptance_rate", [0.1, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("slope", [0.0002, 0.002, 0.006])
 def test_the_adaptive_length_is_close_to_the_best_fixed_length(acceptance_rate: float, slope: float) -> None:
-    def cost(rows: int) -> float:
-        return 0.010 + slope * (rows - 1)
+    def cost(num_rows: int) -> float:
+        return 0.010 + slope * (num_rows - 1)
 
     def fixed_length_speed(draft_length: int) -> float:
         expected = sum(acceptance_rate**j for j in range(draft_length + 1))

@@ -127,7 +127,7 @@ def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
 
 
 def test_the_draft_cache_is_correct_after_rejections(target: Path, noisy_draft: Path) -> None:
-    """The drafts equal the drafts of a proposer that computes the whole text anew."""
+    """The drafts equal the drafts of a proposer that computes all tokens of the context anew."""
     pipeline, proposer_with_history = open_with_draft(target, noisy_draft)
     _, new_proposer = open_with_draft(target, noisy_draft)
     context = make_context(PROMPT, 60, request_id="a")
@@ -288,12 +288,12 @@ def test_a_trained_draft_model_gives_the_output_of_plain_decoding(shared_data: P
     models = shared_data / "models"
     params = [SamplingParams(max_new_tokens=40, temperature=0.8, top_k=top_k, seed=seed) for seed in range(3)]
     prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "One day, a little dog"]
-    texts = []
+    token_lists = []
     for draft in ({}, {"draft_model_path": str(models / "llama2xs"), "adaptive_speculation": False}):
         with LLM(str(models / "stories260K"), deterministic=True, **draft) as llm:
-            texts.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+            token_lists.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
             stats = llm.pipeline.speculation_stats
-    assert texts[0] == texts[1]
+    assert token_lists[0] == token_lists[1]
     assert stats.num_accepted > 20
 
 

@@ -60,7 +60,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
     return pipeline
 
 
-def contexts_with(compiler: Any, max_new_tokens: int = 70) -> list[TextContext]:
+def grammar_contexts(compiler: Any, max_new_tokens: int = 70) -> list[TextContext]:
     """Return a context for each pair of a grammar and an entry of PARAMETERS, and two without a grammar.
 
     The entry "at least" is left out if ``max_new_tokens`` is below its minimum number of tokens.
@@ -93,7 +93,7 @@ def plain_results(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: 
     """Return the results without drafts and without forced tokens."""
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
-        results = run_directly(pipeline, contexts_with(compiler))
+        results = run_directly(pipeline, grammar_contexts(compiler))
     assert not pipeline.speculation_stats.num_forced
     decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
     assert decode(output_tokens(results)["one text, sampled"]) == GRAMMARS["one text"]
@@ -104,7 +104,7 @@ def plain_results(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: 
 def test_forced_tokens_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
-    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
+    assert run_directly(pipeline, grammar_contexts(compiler)) == plain_results
     assert pipeline.speculation_stats.num_forced > 300
     assert pipeline.speculation_stats.num_proposed == 0
 
@@ -113,13 +113,13 @@ def test_forced_tokens_do_not_change_the_output(
 def test_forced_tokens_do_not_change_the_output_at_any_maximum_length(
     pipeline: TextGenerationPipeline, compiler: Any, max_new_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = run_directly(pipeline, contexts_with(compiler, max_new_tokens))
+    results = run_directly(pipeline, grammar_contexts(compiler, max_new_tokens))
     monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
-    assert run_directly(pipeline, contexts_with(compiler, max_new_tokens)) == results
+    assert run_directly(pipeline, grammar_contexts(compiler, max_new_tokens)) == results
 
 
 def test_forced_tokens_are_computed_in_one_forward(pipeline: TextGenerationPipeline, compiler: Any) -> None:
-    context = contexts_with(compiler)[len(PARAMETERS) * 2]
+    context = grammar_contexts(compiler)[len(PARAMETERS) * 2]
     num_calls = 0
     execute = pipeline.model.execute
 
@@ -143,7 +143,7 @@ def test_forced_tokens_are_searched_once_for_each_length(
         return forced_tokens(context, *limits)
 
     monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", count_call)
-    run_directly(pipeline, contexts_with(compiler)[:1])
+    run_directly(pipeline, grammar_contexts(compiler)[:1])
     assert len(searched_lengths) == len(set(searched_lengths)) > 10
 
 
@@ -155,7 +155,7 @@ def test_drafts_with_grammars_do_not_change_the_output(
         draft_pattern
     ]
     pipeline.proposer = OracleProposer(output_tokens(plain_results), is_wrong, 5)
-    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
+    assert run_directly(pipeline, grammar_contexts(compiler)) == plain_results
     stats = pipeline.speculation_stats
     assert stats.num_proposed > 20
     assert draft_pattern == 1 or stats.num_accepted > 20
@@ -165,7 +165,7 @@ def test_n_gram_drafts_with_grammars_do_not_change_the_output(
     pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
-    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
+    assert run_directly(pipeline, grammar_contexts(compiler)) == plain_results
 
 
 def test_small_scheduler_limits_do_not_change_the_output(
@@ -173,14 +173,14 @@ def test_small_scheduler_limits_do_not_change_the_output(
 ) -> None:
     pipeline.proposer = NGramProposer(1, 2)
     limits = {"max_batch_size": 4, "max_batch_input_tokens": 9, "min_chunk_size": 2}
-    results, _ = run_scheduled(pipeline, contexts_with(compiler), **limits)
+    results, _ = run_scheduled(pipeline, grammar_contexts(compiler), **limits)
     assert results == plain_results
 
 
 def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
     pipeline: TextGenerationPipeline, compiler: Any, plain_results: Any
 ) -> None:
-    class RepeatingProposer:
+    class EndTokenProposer:
         observed: list[int]
 
         def __init__(self) -> None:
@@ -197,6 +197,6 @@ def test_a_draft_is_truncated_at_the_first_token_that_the_grammar_refuses(
         def release(self, context: TextContext) -> None:
             pass
 
-    pipeline.proposer = proposer = RepeatingProposer()
-    assert run_directly(pipeline, contexts_with(compiler)) == plain_results
+    pipeline.proposer = proposer = EndTokenProposer()
+    assert run_directly(pipeline, grammar_contexts(compiler)) == plain_results
     assert max(proposer.observed) == 1, "an end token may be drafted, but no token after it"

@@ -1,4 +1,4 @@
-"""`NGramProposer`: drafts, compared with a search in the whole text, and the number of indexed tokens."""
+"""`NGramProposer`: drafts, compared with a search in the whole sequence, and the number of indexed tokens."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ def propose_draft(proposer: NGramProposer, context: TextContext, max_tokens: int
     return draft
 
 
-def search_draft(text: list[int], min_length: int, max_length: int, max_tokens: int) -> list[int]:
-    """Return the tokens after the last earlier occurrence of the longest suffix of the text.
+def search_draft(sequence: list[int], min_length: int, max_length: int, max_tokens: int) -> list[int]:
+    """Return the tokens after the last earlier occurrence of the longest suffix of the sequence.
 
     If the suffix has the maximum length, the longest match of its last 8 occurrences is used.
     """
     for suffix_length in range(max_length, min_length - 1, -1):
         candidates = [
             p
-            for p in range(suffix_length, len(text))
-            if text[p - suffix_length : p] == text[len(text) - suffix_length :]
+            for p in range(suffix_length, len(sequence))
+            if sequence[p - suffix_length : p] == sequence[len(sequence) - suffix_length :]
         ]
-        if candidates and suffix_length < len(text):
+        if candidates and suffix_length < len(sequence):
             best_candidate = candidates[-1]
             if suffix_length == max_length:
                 recent_candidates = candidates[::-1][:8]
-                lengths = [match_length(text, p) for p in recent_candidates]
+                lengths = [match_length(sequence, p) for p in recent_candidates]
                 best_candidate = recent_candidates[first_longest(lengths)]
             draft: list[int] = []
             for index in range(best_candidate, best_candidate + max_tokens):
-                draft.append((text + draft)[index])
+                draft.append((sequence + draft)[index])
             return draft
     return []
 
 
-def match_length(text: list[int], position: int) -> int:
-    """Return how many tokens before a position equal the last tokens of the text, at most 32."""
+def match_length(sequence: list[int], position: int) -> int:
+    """Return how many tokens before a position equal the last tokens of the sequence, at most 32."""
     count = 0
-    while count < min(position, 32) and text[position - 1 - count] == text[len(text) - 1 - count]:
+    while count < min(position, 32) and sequence[position - 1 - count] == sequence[len(sequence) - 1 - count]:
         count += 1
     return count
 
@@ -55,28 +55,28 @@ def first_longest(lengths: list[int]) -> int:
 
 
 @given(
-    text=TOKEN_LISTS,
+    sequence=TOKEN_LISTS,
     min_length=st.integers(1, 3),
     num_extra=st.integers(0, 2),
     prompt_length=st.integers(1, 60),
     max_tokens=st.integers(1, 9),
 )
-def test_drafts_equal_a_search_in_the_whole_text(
-    text: list[int], min_length: int, num_extra: int, prompt_length: int, max_tokens: int
+def test_drafts_equal_a_search_in_the_whole_sequence(
+    sequence: list[int], min_length: int, num_extra: int, prompt_length: int, max_tokens: int
 ) -> None:
     proposer = NGramProposer(min_length, min_length + num_extra)
-    start = min(prompt_length, len(text))
-    context = make_context(text[:start])
-    for end in range(start, len(text) + 1):
+    start = min(prompt_length, len(sequence))
+    context = make_context(sequence[:start])
+    for end in range(start, len(sequence) + 1):
         assert propose_draft(proposer, context, max_tokens) == search_draft(
-            text[:end], min_length, min_length + num_extra, max_tokens
+            sequence[:end], min_length, min_length + num_extra, max_tokens
         )
-        if end < len(text):
-            context.update(text[end])
+        if end < len(sequence):
+            context.update(sequence[end])
 
 
 @pytest.mark.parametrize(
-    ("text", "draft"),
+    ("sequence", "draft"),
     [
         ([1, 2, 3, 4, 5, 1, 2], [3, 4, 5, 1]),
         ([1, 2, 3, 1, 2, 9, 1, 2], [9, 1, 2, 9]),
@@ -87,8 +87,8 @@ def test_drafts_equal_a_search_in_the_whole_text(
         ([1, 2, 3, 4, 5, 8, 3, 4, 5, 9, 2, 3, 4, 5], [8, 3, 4, 5]),
     ],
 )
-def test_drafts_of_example_texts(text: list[int], draft: list[int]) -> None:
-    assert propose_draft(NGramProposer(2, 3), make_context(text), 4) == draft
+def test_drafts_of_example_sequences(sequence: list[int], draft: list[int]) -> None:
+    assert propose_draft(NGramProposer(2, 3), make_context(sequence), 4) == draft
 
 
 def test_no_tokens_are_indexed_if_no_draft_is_allowed() -> None:

@@ -69,12 +69,12 @@ def test_repeated_tokens_have_their_largest_weight(bge_m3: BgeM3, llm: LLM) -> N
 
 
 def test_an_output_does_not_depend_on_other_requested_outputs(llm: LLM) -> None:
-    [full_output] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
+    [full_response] = llm.encode(TEXTS[:1], outputs=ALL_OUTPUTS)
     [sparse_response] = llm.encode(TEXTS[:1], outputs=("sparse",))
-    assert sparse_weights(sparse_response) == sparse_weights(full_output)
+    assert sparse_weights(sparse_response) == sparse_weights(full_response)
     assert sparse_response.multi_vector is None
     assert not sparse_response.embeddings.size
-    assert np.array_equal(llm.embed(TEXTS[0]), full_output.embeddings)
+    assert np.array_equal(llm.embed(TEXTS[0]), full_response.embeddings)
 
 
 def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
@@ -82,14 +82,14 @@ def test_scores_are_similarities_of_dense_embeddings(llm: LLM) -> None:
     np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS), vectors @ vectors[0], atol=1e-5)
 
 
-def test_outputs_of_a_missing_head_are_not_available(tmp_path: Path) -> None:
+def test_without_its_file_a_head_is_missing(tmp_path: Path) -> None:
     bge_m3 = write_bge_m3(tmp_path)
     (tmp_path / "sparse_linear.pt").unlink()
     pipeline = open_encoder(tmp_path)
     assert pipeline.outputs == ("dense", "multi_vector")
-    assert pipeline.heads.vectors is not None
+    assert pipeline.heads.vector_head is not None
     (tmp_path / "colbert_linear.pt").unlink()
-    assert open_encoder(tmp_path).heads.vectors is None
+    assert open_encoder(tmp_path).heads.vector_head is None
     assert bge_m3.folder == tmp_path
 
 

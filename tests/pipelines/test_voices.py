@@ -18,17 +18,17 @@ from penstock.config import PipelineConfig
 from penstock.media.audio_files import resample
 from penstock.pipelines.core import SamplingParams
 
-RATE = 24000
+SAMPLE_RATE = 24000
 
 
 def write_recording(file: Path, seconds: float) -> np.ndarray[Any, Any]:
     """Write a tone of rising pitch, sampled at 24 kHz. Return its samples."""
-    times = np.arange(int(seconds * RATE)) / RATE
+    times = np.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
     samples = np.rint(9000 * np.sin(6.28 * (200 + 300 * times) * times)).astype("<i2")
     with wave.open(str(file), "wb") as writer:
         writer.setnchannels(1)
         writer.setsampwidth(2)
-        writer.setframerate(RATE)
+        writer.setframerate(SAMPLE_RATE)
         writer.writeframes(samples.tobytes())
     return samples.astype(np.float32) / 32768
 
@@ -50,7 +50,7 @@ def test_a_recording_becomes_a_voice_whose_codes_are_cached(
     params = SamplingParams(seed=3, top_k=-1, temperature=1, max_new_tokens=30, min_new_tokens=20)
     with open_speech(folder, **settings) as llm:
         pipeline: Any = llm.pipeline
-        codes = pipeline.codec.encode(torch.from_numpy(resample(samples, RATE, 16000)))
+        codes = pipeline.codec.encode(torch.from_numpy(resample(samples, SAMPLE_RATE, 16000)))
         assert pipeline.voices["ben"].codes == codes.flatten().tolist()
         assert len(codes) == 35
         assert len(set(pipeline.voices["ben"].codes)) > 3
@@ -58,7 +58,7 @@ def test_a_recording_becomes_a_voice_whose_codes_are_cached(
         assert not np.array_equal(speech, llm.speak("a b", params).audio)
 
     def fail_if_called(*_: object) -> None:
-        raise AssertionError("read")
+        raise AssertionError("the encoder was loaded, although the codes are cached")
 
     monkeypatch.setattr(neucodec, "read_encoder", fail_if_called)
     with open_speech(folder, **settings) as llm:

@@ -62,7 +62,7 @@ class XIELUMLP:
         positive, negative = softplus(read_parameter("alpha_p", 1)), softplus(read_parameter("alpha_n", 1))
         slope, eps = read_parameter("beta"), read_parameter("eps")
         values = (positive, slope + negative, slope, eps)
-        # A network that is loaded with meta tensors is only used for its shapes, so any value will do.
+        # A network that is loaded with meta tensors is used only for its shapes, so the values do not matter.
         floats = (0.0 if value.is_meta else float(value) for value in values)
         return cls(
             load.linear(f"{name}.up_proj", blueprint.inner, blueprint.hidden),

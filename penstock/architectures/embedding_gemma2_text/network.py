@@ -45,7 +45,7 @@ class NormedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Computes the additional input of a block: ``norm(project(activation(gate(x)) * per_layer))``.
+    """Computes the additional input of a block: ``norm(project(activation(gate(x)) * layer_embeddings))``.
 
     P is the size of a per-layer embedding.
     """
@@ -55,10 +55,10 @@ class LayerInput:
     norm: RMSNorm
     activation: Activation
 
-    def __call__(self, x: Tensor, per_layer: Tensor, step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``per_layer [T, P]`` are the block's per-layer embeddings."""
+    def __call__(self, x: Tensor, layer_embeddings: Tensor, step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E]``; ``layer_embeddings [T, P]`` are the block's per-layer embeddings."""
         gated = step.ops.activation(self.gate(x, step), self.activation)
-        return self.norm(self.project(step.ops.multiply(gated, per_layer), step), step)
+        return self.norm(self.project(step.ops.multiply(gated, layer_embeddings), step), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,16 @@ class EmbeddingGemma2Block:
     layer_input: LayerInput
     output_scale: float
 
-    def __call__(self, x: Tensor, per_layer: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
+    def __call__(
+        self, x: Tensor, layer_embeddings: Tensor, rows: Sequence[RotaryRows], step: StepInputs
+    ) -> Tensor:
         """``x [T, E]`` and the block's per-layer embeddings ``[T, P]`` -> ``[T, E]``."""
         before, after = self.attention_norms
         attended = after(self.attention(before(x, step), rows, step), step)
         before, after = self.mlp_norms
         normalized, x = before.add(attended, x, step)
         x = step.ops.add(after(self.mlp(normalized, step), step), x)
-        x = step.ops.add(self.layer_input(x, per_layer, step), x)
+        x = step.ops.add(self.layer_input(x, layer_embeddings, step), x)
         return x if self.output_scale == 1 else step.ops.scale(x, self.output_scale)
 
 
@@ -107,9 +109,10 @@ class EmbeddingGemma2Network:
         """``tokens [T]`` -> hidden states ``[T, embedding_dim]``; the family has no token types."""
         x = self.embedding(tokens, step)
         projected = step.ops.scale(self.layer_input_projection(x, step), self.layer_input_scale)
-        per_layer = self.layer_input_norm(projected.view(len(x), len(self.blocks), -1), step)  # [T, L, P]
+        projected = projected.view(len(x), len(self.blocks), -1)  # [T, L, P]
+        layer_embeddings = self.layer_input_norm(projected, step)
         rows = [rotary.rows(step) for rotary in self.rotaries]
         for layer, block in enumerate(self.blocks):
-            x = block(x, per_layer[:, layer], rows, step)
+            x = block(x, layer_embeddings[:, layer], rows, step)
             beat()
         return self.projection(self.norm(x, step), step)

@@ -21,8 +21,10 @@ class Gemma3TextEmbedder(EmbedderModel):
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        causal = HuggingFaceConfig(huggingface_config.to_dict() | {"use_bidirectional_attention": False})
-        blueprint = super().blueprint(causal)
+        causal_config = HuggingFaceConfig(
+            huggingface_config.to_dict() | {"use_bidirectional_attention": False}
+        )
+        blueprint = super().blueprint(causal_config)
         if cls.is_causal(huggingface_config):
             return blueprint
         # ``sliding_window`` counts the keys of both directions. `Attention.window` counts the query and the

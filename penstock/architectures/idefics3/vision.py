@@ -71,8 +71,8 @@ class Idefics3Vision:
     def _encode(self, image: ImageMetadata, run: EncoderRunner) -> Iterator[Tensor]:
         """Yield the decoder embeddings ``[n, D]`` of each batch of an image's tiles."""
         pixels = torch.from_numpy(image.pixel_values).to(self.device, self.dtype)  # [N, C, h, w]
-        patches = num_patches(image, self.tower.sizes.patch_size)
-        for tiles in torch.split(pixels, max(1, MAX_ROWS * len(pixels) // patches)):
+        patch_count = num_patches(image, self.tower.sizes.patch_size)
+        for tiles in torch.split(pixels, max(1, MAX_ROWS * len(pixels) // patch_count)):
             yield self.encode_tiles(tiles, run)
 
     def encode_tiles(self, pixels: Tensor, run: EncoderRunner) -> Tensor:

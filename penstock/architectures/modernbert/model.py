@@ -150,7 +150,10 @@ def _head_dim(config: HuggingFaceConfig) -> int:
 
 
 def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
-    """Return the rotary embeddings of the types `FULL` and `SLIDING`, from newer or older ``config.json``."""
+    """Return the rotary configurations of the types `FULL` and `SLIDING`.
+
+    ``rope_parameters`` takes precedence over the keys of older ``config.json`` files.
+    """
     rope_section = config.section("rope_parameters")
 
     def rotary(layer_type: str) -> RotaryConfig:
@@ -210,8 +213,8 @@ def _classifier(load: Loader, config: HuggingFaceConfig) -> ClassificationHead:
 
 def _masked_lm_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> MaskedLMHead:
     vocab_size, hidden = tokens.shape
-    tied = "decoder.weight" not in load.source
-    weight = tokens if tied else load.source.tensor("decoder.weight", (vocab_size, hidden))
+    is_tied = "decoder.weight" not in load.source
+    weight = tokens if is_tied else load.source.tensor("decoder.weight", (vocab_size, hidden))
     bias = load.source.tensor("decoder.bias", (vocab_size,)) if config.flag("decoder_bias", True) else None
     return MaskedLMHead(
         plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),

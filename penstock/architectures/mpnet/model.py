@@ -17,7 +17,8 @@ from penstock.nn import EncoderNames, Loader, PostNormSizes
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-BUCKETS = 32
+NUM_BUCKETS = 32
+"""Number of buckets of distances that the family uses; half of them for each direction."""
 MAX_DISTANCE = 128
 """All distances of at least this number of tokens share the last bucket of their direction."""
 
@@ -42,11 +43,11 @@ class MPNetModel(PostNormModel):
     def attention_bias(
         cls, load: Loader, huggingface_config: HuggingFaceConfig, sizes: PostNormSizes
     ) -> Callable[[int], Tensor]:
-        buckets = huggingface_config.integer("relative_attention_num_buckets", BUCKETS)
-        if buckets < BUCKETS:
+        buckets = huggingface_config.integer("relative_attention_num_buckets", NUM_BUCKETS)
+        if buckets < NUM_BUCKETS:
             raise ConfigError(
                 "relative_attention_num_buckets",
-                f"is {buckets}, but this family needs at least {BUCKETS} buckets of distances",
+                f"is {buckets}, but this family needs at least {NUM_BUCKETS} buckets of distances",
             )
         table = load.source.tensor("encoder.relative_attention_bias.weight", (buckets, sizes.heads))
         bucket_biases = table.float().to(load.device)  # [buckets, H]
@@ -62,10 +63,10 @@ def relative_buckets(distances: Tensor) -> Tensor:
     Each direction has half of the buckets. Small distances have a bucket each. Larger distances share buckets
     of logarithmic width.
     """
-    per_direction = BUCKETS // 2
-    num_exact = per_direction // 2
+    num_per_direction = NUM_BUCKETS // 2
+    num_exact = num_per_direction // 2
     magnitude = distances.abs()
-    octaves = (magnitude.clamp_min(1).float() / num_exact).log() / math.log(MAX_DISTANCE / num_exact)
-    logarithmic = num_exact + (octaves * (per_direction - num_exact)).long()
-    buckets = torch.where(magnitude < num_exact, magnitude, logarithmic.clamp_max(per_direction - 1))
-    return buckets + per_direction * (distances > 0)
+    log_fractions = (magnitude.clamp_min(1).float() / num_exact).log() / math.log(MAX_DISTANCE / num_exact)
+    logarithmic = num_exact + (log_fractions * (num_per_direction - num_exact)).long()
+    buckets = torch.where(magnitude < num_exact, magnitude, logarithmic.clamp_max(num_per_direction - 1))
+    return buckets + num_per_direction * (distances > 0)

@@ -61,7 +61,7 @@ class NomicBertModel(PostNormModel):
     @classmethod
     def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
         if "n_embd" in config:
-            config = newer_config(config)
+            config = with_transformers_keys(config)
         head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
         rotary = RotaryConfig.from_huggingface(config, head_dim, default_rope_theta=1000.0)
         values = HuggingFaceConfig({"hidden_act": "silu"} | config.to_dict())
@@ -70,8 +70,8 @@ class NomicBertModel(PostNormModel):
         )
 
 
-def newer_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
-    """Return an older configuration with the keys of transformers.
+def with_transformers_keys(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return an older configuration with the same values also under the keys of transformers.
 
     Raises:
         ConfigError: a key has an unsupported value.

@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """Return a small ``config.json`` for tests: it has a sliding window."""
+    """Return a small ``config.json`` for tests: a sliding window in all layers."""
     return {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",

@@ -24,8 +24,9 @@ class Qwen2Model(TransformerModel):
 def upper_layer_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
     """Return the window of each layer; None for full attention.
 
-    ``layer_types`` determines the layers with a window. If it is absent, ``use_sliding_window`` is true
-    and ``sliding_window`` is not null, the layers from index ``max_window_layers`` on have a window.
+    ``layer_types`` determines the layers with a window. If it is absent, the layers from index
+    ``max_window_layers`` on have a window. If it is absent and ``use_sliding_window`` is false or
+    ``sliding_window`` is null, no layer has a window.
 
     Raises:
         ConfigError: ``layer_types`` has sliding attention, but no window is configured.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.architectures.hybrid import CONVOLUTION, GATES, HybridModel
+from penstock.architectures.hybrid import CONVOLUTION_SUFFIX, GATE_SUFFIXES, HybridModel
 from penstock.nn import Blueprint, TensorNames, num_layers
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Qwen35TextModel(HybridModel):
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         return hybrid_blueprint(
-            huggingface_config, TensorNames(other_tables=(CONVOLUTION,), unquantized=GATES)
+            huggingface_config, TensorNames(other_tables=(CONVOLUTION_SUFFIX,), unquantized=GATE_SUFFIXES)
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.architectures.hybrid import CONVOLUTION, GATES, HybridModel
+from penstock.architectures.hybrid import CONVOLUTION_SUFFIX, GATE_SUFFIXES, HybridModel
 from penstock.architectures.qwen2_moe.model import SHARED_GATE, gated_shared_experts
 from penstock.architectures.qwen3_5_text.model import hybrid_blueprint
 from penstock.nn import Blueprint, Loader, LoadFeedForward, TensorNames
@@ -38,5 +38,7 @@ class Qwen3NextModel(HybridModel):
         )
 
 
-HYBRID_MOE_NAMES = TensorNames(other_tables=(CONVOLUTION,), unquantized=(*GATES, f".{SHARED_GATE}.weight"))
+HYBRID_MOE_NAMES = TensorNames(
+    other_tables=(CONVOLUTION_SUFFIX,), unquantized=(*GATE_SUFFIXES, f".{SHARED_GATE}.weight")
+)
 """The tensor names of Qwen3-Next and of Qwen3.5 with experts."""

@@ -174,12 +174,12 @@ class Qwen3Vision:
         """Return the learned positions ``[h w, E]`` of a grid, bilinearly interpolated."""
         height, width = grid
         table = self.position_table.float()
-        (top, down), (left, right) = _corners(height, len(table)), _corners(width, len(table))
+        (top, bottom), (left, right) = _corners(height, len(table)), _corners(width, len(table))
         corners = [
             (top[0][:, None], left[0], top[1][:, None] * left[1]),
             (top[0][:, None], right[0], top[1][:, None] * right[1]),
-            (down[0][:, None], left[0], down[1][:, None] * left[1]),
-            (down[0][:, None], right[0], down[1][:, None] * right[1]),
+            (bottom[0][:, None], left[0], bottom[1][:, None] * left[1]),
+            (bottom[0][:, None], right[0], bottom[1][:, None] * right[1]),
         ]
         device = table.device
         interpolated = sum(

@@ -40,7 +40,7 @@ class SmolLM3Model(TransformerModel):
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
     """Return for each layer whether it has RoPE. In ``no_rope_layers``, 1 means RoPE and 0 means no RoPE.
 
-    Without this list, each layer whose number from 1 is a multiple of ``no_rope_layer_interval`` has no RoPE.
+    Without this list, every n-th layer has no RoPE; n is ``no_rope_layer_interval``.
 
     Raises:
         ConfigError: ``no_rope_layers`` has too few entries, or an entry other than 0 and 1.

@@ -12,15 +12,15 @@ class BlocksStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
 
     digests: list[bytes]
     parent: bytes | None
-    """The digest of the preceding block of the sequence; None if the first block starts the sequence."""
+    """The digest of the block before the first of these blocks; None if that one starts the sequence."""
     token_ids: list[int]
-    """The tokens of all blocks."""
+    """The tokens of these blocks, concatenated."""
     adapter: str | None = None
     """The LoRA adapter with which the blocks were computed."""
 
 
 class BlocksRemoved(msgspec.Struct, array_like=True, frozen=True, tag="removed"):
-    """Blocks were evicted."""
+    """Blocks were evicted from the prefix cache."""
 
     digests: list[bytes]
 

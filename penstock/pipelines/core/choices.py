@@ -16,9 +16,9 @@ def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
 
     If the contexts are submitted together, the full blocks of the prompt are computed once: choices 1 to
     ``n - 1`` wait until choice 0 has stored its blocks in the prefix cache. Each context computes the whole
-    prompt if the prefix cache is disabled or the contexts echo the prompt. Choice ``i`` has the request id
-    ``{request_id}-{i}`` and the seed ``splitmix64(seed, i)``. Choice 0 has the original seed, so that it
-    equals the answer of ``n=1``. For ``n=1`` the list contains ``context`` itself.
+    prompt if the prefix cache is disabled or ``log_probabilities_echo`` is set. Choice ``i`` has the request
+    id ``{request_id}-{i}``. Choice 0 has the seed of ``context``, so that it equals the answer of ``n=1``.
+    Later choices have the seed ``splitmix64(seed, i)``. For ``n=1`` the list contains ``context`` itself.
 
     Args:
         context: a context that has not started.

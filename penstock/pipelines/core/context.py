@@ -50,7 +50,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     log_probabilities_echo: bool = False
     """Whether log probabilities of prompt tokens are reported too."""
     ignore_eos: bool = False
-    """Whether the model's end-of-sequence tokens are ignored. They are then not in ``eos_token_ids``."""
+    """Whether the end-of-sequence tokens of the model are left out of ``eos_token_ids``."""
     json_schema: str | None = None
     """The JSON schema of the output; equivalent to a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -81,7 +81,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     _draft_offset: int = 0
     _log_probabilities_data: dict[int, LogProbabilities] = msgspec.field(default_factory=dict)
     _prompt_log_probabilities: LogProbabilities | None = None
-    _scored_idx: int = 0  # log probabilities before this index were already reported
+    _scored_idx: int = 0  # with echo: the log probabilities before this index were already reported
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,8 +103,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
         """Append a sampled token, with the log probabilities of the step's positions.
 
-        After any chunk of the prompt except the last, ``new_token`` is dropped, and the rest of the prompt
-        becomes active. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are kept
+        After any chunk of the prompt except the last, ``new_token`` is dropped, and the rest of the prompt is
+        computed next. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are stored
         (:attr:`prompt_log_probabilities`). The token that reaches ``max_length`` is part of the output.
         An end-of-sequence token, or the last token of an end sequence, is not part of the output.
         """
@@ -132,8 +132,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def jump_ahead(self, new_token: int) -> None:
         """Append a token that the grammar forces. The next step computes it.
 
-        Only ``eos_token_ids`` end the output; the caller must limit the length. Raises ``RuntimeError`` while
-        a prompt is computed in chunks.
+        ``eos_token_ids`` end the output. ``eos_sequences`` and ``max_length`` are not checked: the caller
+        must limit the length. Raises ``RuntimeError`` while a prompt is computed in chunks.
         """
         if self._active_idx < self._end_idx:
             raise RuntimeError(
@@ -153,10 +153,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def rollback(self, idx: int) -> None:
         """Remove the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
 
-        If an end-of-sequence token is removed, the context becomes active again. A context that has reached
-        its maximum length stays ended. The matcher is not rolled back.
+        If the token that ended the output is removed, the context becomes active again. A context that has
+        reached its maximum length stays ended. The matcher is not rolled back.
         """
-        output_end = self._completion_end_idx  # the index of an end-of-sequence token, if there is one
+        output_end = self._completion_end_idx  # the index of the token that ended the output, if one did
         super().rollback(idx)
         if idx > 0:
             for position in range(self._end_idx, self._end_idx + idx):
@@ -166,9 +166,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Set ``start_idx`` and ``committed_idx`` to 0, so that the next steps compute all tokens again.
+        """Remove the KV cache slot and set ``start_idx`` and ``committed_idx`` to 0.
 
-        ``prompt_tokens``, ``generated_tokens`` and the tokens already returned do not change.
+        The next steps compute all tokens again. ``prompt_tokens``, ``generated_tokens`` and the tokens that
+        were already returned do not change.
         """
         self.unassign_from_cache()
         self._start_idx = 0
@@ -253,7 +254,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         """Return for each of the next ``num_steps`` steps the tokens that must not be sampled, ``[n, 2]``.
 
         The rows are (0, token id). While fewer than ``min_tokens`` tokens are generated, the tokens are all
-        ``eos_token_ids``. Callers add the row of the batch to the first column.
+        ``eos_token_ids``; later there are none. Callers add the row of the batch to the first column.
         """
         positions = range(self._active_idx, self._active_idx + num_steps)
         masked_positions = range(self._prompt_len, self._prompt_len + self.min_tokens)
@@ -377,7 +378,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     # Log probabilities: one row per position. The last row is for the token at active_idx.
 
     def _unreported_rows(self, rows: LogProbabilities) -> LogProbabilities:
-        """Return ``rows`` without the rows that a context with echo has reported before a preemption."""
+        """Return ``rows`` without rows that were reported before a preemption, and update `_scored_idx`.
+
+        Returns ``rows`` itself without ``log_probabilities_echo``.
+        """
         if not self.log_probabilities_echo:
             return rows
         reported_end, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)

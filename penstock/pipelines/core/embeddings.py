@@ -107,7 +107,9 @@ class EmbeddingsGenerationRequest:
         if self.max_tokens is not None and not self.truncate:
             raise InputError(f"max_tokens is {self.max_tokens} but truncate is False: pass truncate=True")
         if self.text_pair is not None and not isinstance(self.input, str):
-            raise InputError("text_pair needs a text as input, not token ids: encode the pair before")
+            raise InputError(
+                "text_pair needs a text as input, not token ids: encode both texts and omit text_pair"
+            )
 
 
 class EmbeddingsOptions(TypedDict, total=False):

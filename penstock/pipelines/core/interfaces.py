@@ -219,7 +219,7 @@ class InputContext(Protocol):
         """Context encoding: whether the next step computes more than one token."""
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """Append a sampled token. After a chunk that is not the last, move to the next chunk instead."""
+        """Append a sampled token. After a prompt chunk, move the window to the rest of the prompt instead."""
 
     def jump_ahead(self, new_token: int) -> None:
         """Append a token that the grammar forces. The next step computes it."""
@@ -299,8 +299,8 @@ class Pipeline(Protocol[AcceptedContext, Output]):
     def execute(self, batch: Mapping[str, AcceptedContext], num_steps: int = 1) -> dict[str, Output]:
         """Run up to ``num_steps`` steps of each context of ``batch`` (by request id).
 
-        Claims contexts and reserves blocks, unless the batch is a `ReservedBatch`. After an exception,
-        contexts are unchanged. If only some contexts fail, their errors are in `failures`.
+        Assigns KV cache slots and reserves blocks, unless the batch is a `ReservedBatch`. After an exception,
+        no context has new tokens. If only some contexts fail, their errors are in `failures`.
         """
 
     @property
@@ -325,7 +325,7 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
     """
 
     def launch(self, batch: Mapping[str, AcceptedContext], after: LaunchedStep | None) -> LaunchedStep:
-        """Launch the forward of a batch whose contexts are claimed and have blocks.
+        """Launch the forward of a batch whose contexts have KV cache slots and blocks.
 
         Args:
             batch: the contexts, by request id. Contexts of ``after`` have advanced.
@@ -347,8 +347,8 @@ class StepLauncher(Protocol[AcceptedContext, Output, LaunchedStep]):
         Returns the request ids of contexts that end with the step. These contexts do not move.
         """
 
-    def runs_ahead(self, contexts: Sequence[AcceptedContext]) -> bool:
-        """Return whether several steps of these contexts can run in one call, without work of the host."""
+    def can_run_several_steps(self, contexts: Sequence[AcceptedContext]) -> bool:
+        """Return whether several steps of these contexts can run in one call, without work on the host."""
 
     def collects_first(self, step: LaunchedStep) -> bool:
         """Return whether a sampled step must be collected before the next step is launched."""

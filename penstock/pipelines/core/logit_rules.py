@@ -1,4 +1,4 @@
-"""The token rules and token counts of a request as arrays, with which sampling changes the logits."""
+"""The token rules and token counts of a request, as arrays that sampling applies to the logits."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class LogitRules:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """Maximum number of trailing tokens that `banned_after` compares; 0 without longer sequences."""
+        """Maximum number of last tokens that `banned_after` compares; 0 if all sequences have one token."""
         self._last_tokens: dict[tuple[int, ...], list[int]] = {}
-        """The tokens of a banned sequence before its last token -> the last tokens of all such sequences."""
+        """Maps a prefix to the last tokens of the banned sequences that have one token after this prefix."""
         for *prefix, last in sequences:
             if prefix:
                 self._last_tokens.setdefault(tuple(prefix), []).append(last)

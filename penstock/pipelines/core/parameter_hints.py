@@ -42,7 +42,7 @@ _GENERATE_PARAMETERS = "n best_of logprobs prompt_logprobs grammar response_form
 _BEAM_SEARCH_PARAMETERS = "num_beams length_penalty early_stopping".split()
 
 
-def hinting(function: Callable[P, R]) -> Callable[P, R]:
+def suggest_parameters(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that unknown keyword arguments raise `UnknownParameterError`, not ``TypeError``."""
     parameters = signature(function).parameters.values()
     known = frozenset(
@@ -59,13 +59,13 @@ def hinting(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _CONSTRUCTOR_PARAMETERS: dict[str, frozenset[str]] = {}
-"""Maps the name of each class that `hinting_class` decorates to the parameters of its constructor."""
+"""Maps the name of each class with `suggest_constructor_parameters` to its constructor parameters."""
 
 
-def hinting_class(cls: C) -> C:
-    """Return the class with a constructor wrapped by `hinting`."""
+def suggest_constructor_parameters(cls: C) -> C:
+    """Return the class with a constructor wrapped by `suggest_parameters`."""
     _CONSTRUCTOR_PARAMETERS[cls.__name__] = frozenset(signature(cls).parameters)
-    setattr(cls, "__init__", hinting(cls.__init__))  # type: ignore[misc]  # noqa: B010
+    setattr(cls, "__init__", suggest_parameters(cls.__init__))  # type: ignore[misc]  # noqa: B010
     return cls
 
 

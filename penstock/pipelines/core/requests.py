@@ -9,7 +9,7 @@ from typing import Literal, NotRequired, TypedDict
 import msgspec
 
 from penstock.errors import InputError
-from penstock.pipelines.core.parameter_hints import hinting_class
+from penstock.pipelines.core.parameter_hints import suggest_constructor_parameters
 from penstock.pipelines.core.sampling_params import SamplingParams
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
@@ -87,7 +87,7 @@ class TokenGeneratorRequestMessage(TypedDict):
     tool_call_id: NotRequired[str]
 
 
-@hinting_class
+@suggest_constructor_parameters
 @dataclass(frozen=True)
 class TokenGeneratorRequest:
     """A text generation request: a prompt or messages, and the parameters of the answer."""
@@ -161,7 +161,7 @@ class AudioGenerationRequest:
     voice: str | None = None
     """The name of a voice on which the model was trained."""
     streaming: bool = False
-    """Whether the audio is streamed. The first chunk is then short, for low latency."""
+    """Whether the audio is streamed. The first chunks are then short, for low latency."""
     adapter: str | None = None
     """The name of the LoRA adapter to use."""
     cache_salt: str | None = None

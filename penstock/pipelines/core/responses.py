@@ -94,7 +94,8 @@ class _DenseEmbedding(msgspec.Struct):
 class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
     """The output of one embeddings request.
 
-    ``embeddings`` is the dense vector ``[E]``. It is empty if the request selects other outputs only."""
+    ``embeddings`` is the dense vector ``[E]``. It is empty if the request selects only other outputs.
+    """
 
     scores: npt.NDArray[np.floating] | None = None
     """``[labels]`` float32: the result of a classification or reranking head."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import InputError
-from penstock.pipelines.core.parameter_hints import hinting_class
+from penstock.pipelines.core.parameter_hints import suggest_constructor_parameters
 from penstock.plain_numbers import (
     checked_flag,
     checked_ids,
@@ -19,7 +19,7 @@ from penstock.plain_numbers import (
 )
 
 
-@hinting_class
+@suggest_constructor_parameters
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling parameters of one request. The defaults select greedy decoding.
@@ -58,7 +58,7 @@ class SamplingParams:
     detokenize: bool = True
     """Whether to decode the output to text."""
     seed: int = 0
-    """Seed of the random numbers: equal seeds, prompts and parameters give equal outputs."""
+    """Seed of the random numbers. Equal seeds give equal random numbers at equal positions of a sequence."""
     _: KW_ONLY
     logit_bias: dict[int, float] | None = None
     """Maps token ids to biases in [-100, 100], which are added to their logits before all other rules."""

@@ -30,8 +30,8 @@ def msgpack_numpy_encoder() -> Callable[[object], bytes]:
 def msgpack_numpy_decoder(type_: object, copy: bool = True) -> Callable[[bytes], Any]:
     """Return a function that decodes bytes into ``type_``.
 
-    With ``copy`` the arrays own their memory and are writable. Without it they are read-only views of the
-    bytes, except the ``tokens`` of a context, which are always writable.
+    With ``copy`` the arrays own their memory and are writable. Otherwise they are read-only views of the
+    bytes. Exceptions are the tokens and speech tokens of a context, which are always writable copies.
     """
     return msgspec.msgpack.Decoder(type_, dec_hook=partial(_decode_array, copy=copy)).decode
 

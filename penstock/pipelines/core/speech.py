@@ -76,7 +76,7 @@ class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
 
     @property
     def block_counter(self) -> int:
-        """Number of calls that added speech tokens."""
+        """Number of calls of :meth:`update_speech_tokens`."""
         return self._block_counter
 
     @property

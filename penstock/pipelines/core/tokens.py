@@ -40,7 +40,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     _start_idx: int = 0
     _active_idx: int = -1
-    _end_idx: int = -1  # -1 until the indices are initialized; a decoded buffer has them already
+    _end_idx: int = -1  # -1 in a new buffer; a decoded buffer already has indices
     _committed_idx: int = 0
     _completion_start_idx: int = -1
     _completion_end_idx: int = -1

@@ -49,7 +49,7 @@ class AdaptiveDraftLength:
         self._costs = StepCosts()
 
     def lengths(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[int]:
-        rates = np.array([self._rate(context) for context in contexts])
+        rates = np.array([self._acceptance_rate(context) for context in contexts])
         draft_numbers = np.arange(1, self._max_drafts + 1)
         # [max_drafts, B]: the probabilities of the first draft of each context, of the second draft, ...
         probabilities = rates[None, :] ** draft_numbers[:, None]
@@ -82,10 +82,10 @@ class AdaptiveDraftLength:
     def release(self, context: TextContext) -> None:
         self._acceptances.pop(context.request_id, None)
 
-    def _rate(self, context: TextContext) -> float:
+    def _acceptance_rate(self, context: TextContext) -> float:
         """Return the estimated acceptance rate of a context.
 
-        The overall rate counts like 3 tested drafts, so it dominates while the context has few samples.
+        The overall rate has the weight of 3 tested drafts. It dominates while the context has fewer.
         """
         acceptance = self._acceptance(context)
         num_accepted = acceptance.num_accepted + 3 * self._overall_acceptance.rate
@@ -115,7 +115,7 @@ class AdaptiveDraftLength:
     ) -> list[int]:
         """Add a probe for the first context whose pause is over.
 
-        A step has at most one probe, so that it remains fast.
+        A step has at most one probe, so that the step remains fast.
         """
         has_probe = False
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):

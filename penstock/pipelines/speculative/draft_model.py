@@ -11,7 +11,8 @@
 
 The draft model samples with the seed and the positions of the context, and therefore with the same random
 numbers as the target. If both models have the same distribution, they sample the same token. Drafting ends
-with a draft that the grammar rejects. With equally many logits, drafts obey the grammar and token rules.
+with a draft that the grammar rejects. If both models have the same number of logits, drafts obey the grammar
+and the token rules.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class DraftModelProposer:
         for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             if limit > 0 or context.active_idx < context.end_idx:
                 state = self._updated_state(context)
-                if self._prepare(state, limit, num_tokens_left, contexts):
+                if self._select_and_reserve(state, limit, num_tokens_left, contexts):
                     num_tokens_left -= state.draft_context.active_length
                     indices[context.request_id] = index
                     batch.append(state)
@@ -171,7 +172,7 @@ class DraftModelProposer:
         self._states[context.request_id] = state
         return state
 
-    def _prepare(
+    def _select_and_reserve(
         self, state: _DraftState, limit: int, num_tokens_left: int, contexts: Sequence[TextContext]
     ) -> bool:
         """Select the tokens to compute next and reserve their blocks.
@@ -216,7 +217,7 @@ class DraftModelProposer:
     # -- Drafting ---------------------------------------------------------------------------------------
 
     def _draft(self, batch: list[_DraftState], limits: Sequence[int]) -> list[_DraftState]:
-        """Compute the tokens that `_prepare` has selected, then draft. Return the states with drafts."""
+        """Compute the selected tokens of each state, then draft. Return the states that have drafts."""
         if not batch:
             return []
         logits = self._runner.forward([state.draft_context for state in batch])
@@ -269,7 +270,7 @@ class DraftModelProposer:
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
-        # A row without finite logits drafts token 0, because verification rejects wrong drafts.
+        # A row without finite logits drafts token 0. This is harmless: verification rejects wrong drafts.
         for state, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
             state.drafts.append(token)
 
@@ -353,7 +354,9 @@ def share_memory(
 
 
 def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
-    """Check that both models have equal tokenizers, or equal vocabulary sizes if a tokenizer.json is missing.
+    """Check that both models have equal tokenizers.
+
+    Compares the vocabulary sizes instead if a ``tokenizer.json`` is missing or cannot be read.
 
     Raises:
         ConfigError: the tokenizers or the sizes differ.
@@ -363,7 +366,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     if tokenizers[0] is not None and tokenizers[1] is not None:
         if tokenizers[0] == tokenizers[1]:
             return  # the sizes of the heads may differ, because of padding
-        difference = "their tokenizer.json differ in vocabulary or merges"
+        difference = "their tokenizer.json differ in model, added_tokens, normalizer or pre_tokenizer"
     elif vocabularies[0] == vocabularies[1]:
         return
     else:

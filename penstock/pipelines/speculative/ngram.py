@@ -23,8 +23,8 @@ class NGramProposer:
     Args:
         min_size: minimum number of tokens that must match.
         max_size: length of the longest indexed n-gram. If the last ``max_size`` tokens occur earlier, the
-            occurrence with the longest match is used, and among equally long matches the latest one.
-            Otherwise, the latest occurrence of the longest shorter n-gram is used.
+            longest match among the latest 8 occurrences is used, and among equally long matches the latest
+            one. Otherwise, the latest occurrence of the longest shorter n-gram is used.
     """
 
     def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
@@ -34,7 +34,7 @@ class NGramProposer:
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [
-            self._index(context).continuation(limit) if limit > 0 else []
+            self._updated_index(context).continuation(limit) if limit > 0 else []
             for context, limit in zip(contexts, limits, strict=True)
         ]
 
@@ -52,7 +52,7 @@ class NGramProposer:
     def prefault_next(self) -> bool:
         return False
 
-    def _index(self, context: TextContext) -> _NGramIndex:
+    def _updated_index(self, context: TextContext) -> _NGramIndex:
         """Return the index of all tokens of a context.
 
         Builds a new index for a new context, and if the indexed tokens are no longer a prefix of the
@@ -75,7 +75,7 @@ class NGramProposer:
 
 @dataclass(slots=True)
 class _NGramIndex:
-    """The last occurrence of each n-gram of a text, and all occurrences of n-grams of the maximum size."""
+    """The last occurrence of each n-gram of a token sequence, and all occurrences of the longest n-grams."""
 
     context: TextContext
     sizes: range
@@ -90,17 +90,17 @@ class _NGramIndex:
 
         An n-gram is indexed only when a token follows it, so the last n-gram never matches itself.
         """
-        text, last_ends, max_size = self.tokens, self.last_ends, self.sizes[-1]
+        sequence, last_ends, max_size = self.tokens, self.last_ends, self.sizes[-1]
         for token in tokens:
-            end = len(text)
+            end = len(sequence)
             for size in self.sizes:
                 if size > end:
                     break
-                ngram = tuple(text[end - size :])
+                ngram = tuple(sequence[end - size :])
                 if size == max_size and ngram in last_ends:
                     self.previous_ends[end] = last_ends[ngram]
                 last_ends[ngram] = end
-            text.append(token)
+            sequence.append(token)
 
     def continuation(self, num_tokens: int) -> list[int]:
         """Return the ``num_tokens`` tokens after the best match; empty without a match.
@@ -111,9 +111,9 @@ class _NGramIndex:
         if start is None:
             return []
         drafts: list[int] = []
-        text, length = self.tokens, len(self.tokens)
+        sequence, length = self.tokens, len(self.tokens)
         for index in range(start, start + num_tokens):
-            drafts.append(text[index] if index < length else drafts[index - length])
+            drafts.append(sequence[index] if index < length else drafts[index - length])
         return drafts
 
     def _best_match(self) -> int | None:
@@ -125,7 +125,7 @@ class _NGramIndex:
         return None
 
     def _longest_match(self, end: int) -> int:
-        """Return the end of the longest match among the occurrence at ``end`` and earlier occurrences."""
+        """Return the end of the longest match among the occurrence at ``end`` and up to 7 earlier ones."""
         best_end, best_length = end, self._match_length(end)
         for _ in range(_MAX_CANDIDATES - 1):
             previous_end = self.previous_ends.get(end)
@@ -137,8 +137,9 @@ class _NGramIndex:
         return best_end
 
     def _match_length(self, match_end: int) -> int:
-        """Return how many tokens before index ``match_end`` equal the last tokens of the text."""
-        text, end, count = self.tokens, len(self.tokens), 0
-        while count < min(match_end, _MAX_MATCH) and text[match_end - 1 - count] == text[end - 1 - count]:
+        """Return how many tokens before index ``match_end`` equal the last tokens of the sequence."""
+        sequence, end, count = self.tokens, len(self.tokens), 0
+        max_count = min(match_end, _MAX_MATCH)
+        while count < max_count and sequence[match_end - 1 - count] == sequence[end - 1 - count]:
             count += 1
         return count

@@ -9,7 +9,7 @@ from penstock.pipelines.core import TextContext
 
 
 class DraftProposer(Protocol):
-    """Drafts tokens for contexts. One thread calls it. It may keep state for each context."""
+    """Drafts tokens for contexts. Called by one thread only. A proposer may keep state for each context."""
 
     def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         """Return drafted tokens for each context, at most ``limits [B]``. The caller cuts longer drafts.

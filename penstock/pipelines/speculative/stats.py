@@ -11,13 +11,13 @@ class SpeculationStats:
     """Counters since the start. Acceptance is counted per drafted token and per verified step."""
 
     num_proposed: int = 0
-    """Verified draft tokens."""
+    """Number of draft tokens that the model verified, accepted or not."""
     num_accepted: int = 0
-    """Accepted draft tokens."""
+    """Number of accepted draft tokens."""
     num_verified_steps: int = 0
     """Number of pairs of step and context in which at least one draft token was verified."""
     num_forced: int = 0
-    """Generated tokens that a grammar forced. They are not counted as drafts."""
+    """Number of generated tokens that a grammar forced. They are not counted as draft tokens."""
 
     @property
     def acceptance_rate(self) -> float:

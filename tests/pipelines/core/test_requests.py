@@ -1,4 +1,4 @@
-"""Requests: ``str``, refused values, grammars."""
+"""Requests: their string form, refused values, and grammars."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_tokens_are_equal_by_value() -> None:
     assert TextResponse(3) != OBJECT_OF_OTHER_TYPE
 
 
-def test_embeddings_are_done_at_once_and_equal_by_value() -> None:
+def test_embeddings_responses_are_done_and_equal_by_value() -> None:
     response = EmbeddingsResponse(np.ones(3))
     assert response.is_done
     assert response == EmbeddingsResponse(np.ones(3))

@@ -1,4 +1,4 @@
-"""The message codec: arrays of all shapes, contexts of all kinds, refused types."""
+"""The message codec: arrays of many shapes and dtypes, responses, contexts, and refused types."""
 
 from __future__ import annotations
 

@@ -127,25 +127,25 @@ class SpeechMachine(RuleBasedStateMachine):
     def create(self) -> None:
         self.context = make_context()
         self.model: list[int] = []
-        self.decoded = self.blocks = 0
+        self.num_decoded = self.num_updates = 0
 
     @rule(count=st.sampled_from([0, 1, 5, 27, 28, 127, 128, 129, 300]), first_token=st.integers(1, 1000))
     def add_tokens(self, count: int, first_token: int) -> None:
         self.context.update_speech_tokens(np.arange(first_token, first_token + count))
         self.model += range(first_token, first_token + count)
-        self.blocks += 1
+        self.num_updates += 1
 
     @rule(fraction=st.floats(0, 1))
     def decode(self, fraction: float) -> None:
-        self.decoded = int(fraction * len(self.model))
-        self.context.set_decoded_index(self.decoded)
+        self.num_decoded = int(fraction * len(self.model))
+        self.context.set_decoded_index(self.num_decoded)
 
     @rule(chunk_size=st.none() | st.integers(0, 200), overlap=st.none() | st.integers(0, 200))
     def next_tokens(self, chunk_size: int | None, overlap: int | None) -> None:
-        tokens, num_decoded = self.context.next_speech_tokens(chunk_size, overlap)
-        assert num_decoded == min(overlap or 0, self.decoded)
-        end = None if chunk_size is None else self.decoded + chunk_size
-        assert tokens.tolist() == self.model[self.decoded - num_decoded : end]
+        tokens, num_preceding = self.context.next_speech_tokens(chunk_size, overlap)
+        assert num_preceding == min(overlap or 0, self.num_decoded)
+        end = None if chunk_size is None else self.num_decoded + chunk_size
+        assert tokens.tolist() == self.model[self.num_decoded - num_preceding : end]
 
     @rule(copy=st.booleans())
     def serialize(self, copy: bool) -> None:
@@ -158,12 +158,12 @@ class SpeechMachine(RuleBasedStateMachine):
         context = self.context
         assert context.speech_tokens.tolist() == self.model
         assert context.speech_tokens.dtype == np.int32
-        assert context.decoded_index == self.decoded
-        assert context.block_counter == self.blocks
+        assert context.decoded_index == self.num_decoded
+        assert context.block_counter == self.num_updates
         assert context._speech_tokens.size % 128 == 0
         assert len(self.model) < context._speech_tokens.size
         assert not context._speech_tokens[len(self.model) :].any()
-        num_undecoded = len(self.model) - self.decoded
+        num_undecoded = len(self.model) - self.num_decoded
         assert [context.has_undecoded_speech_tokens(n) for n in (0, num_undecoded)] == [
             num_undecoded > 0,
             False,

@@ -16,7 +16,7 @@ from penstock.pipelines.core import (
     msgpack_numpy_encoder,
 )
 
-IMAGE = 9  # the placeholder token
+IMAGE_TOKEN = 9  # the placeholder
 
 
 def make_image(start: int, end: int, pixel: float = 1.0, **fields: Any) -> ImageMetadata:
@@ -31,13 +31,13 @@ def make_context(
     if tokens is None:
         tokens = list(range(20, 40))
         for image in images:
-            tokens[image.start_idx : image.end_idx] = [IMAGE] * (image.end_idx - image.start_idx)
+            tokens[image.start_idx : image.end_idx] = [IMAGE_TOKEN] * (image.end_idx - image.start_idx)
     return TextAndVisionContext(
         prompt="",
         max_length=50,
         tokens=np.array(tokens),
         images=list(images),
-        vision_token_ids=[IMAGE],
+        vision_token_ids=[IMAGE_TOKEN],
         request_id="a",
         **fields,
     )
@@ -61,7 +61,7 @@ def test_an_image_needs_encoding_until_all_its_tokens_are_computed() -> None:
 
 
 def test_placeholders_exclude_separator_tokens() -> None:
-    tokens = [5, IMAGE, IMAGE, 7, IMAGE, 5]
+    tokens = [5, IMAGE_TOKEN, IMAGE_TOKEN, 7, IMAGE_TOKEN, 5]
     image = make_image(1, 5, num_embedding_rows=3)
     context = make_context(image, tokens=tokens)
     assert context.placeholders(image).tolist() == context.image_token_indices.tolist() == [1, 2, 4]
@@ -80,14 +80,14 @@ def test_unsorted_overlapping_and_out_of_range_images_are_refused(
     images: list[tuple[int, int]], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        make_context(*[make_image(*span) for span in images], tokens=[IMAGE] * 20)
+        make_context(*[make_image(*span) for span in images], tokens=[IMAGE_TOKEN] * 20)
 
 
 def test_images_with_invalid_indices_or_missing_placeholder_tokens_are_refused() -> None:
     with pytest.raises(InputError, match=r"filled with <vision_token_id> \(\[9\]\): .* at 2 and 5 are 22"):
         make_context(make_image(2, 6), tokens=list(range(20, 40)))
     with pytest.raises(InputError, match="at token 1 has 4 rows of embeddings, but 3 placeholder tokens"):
-        make_context(make_image(1, 5), tokens=[5, IMAGE, IMAGE, 7, IMAGE, 5])
+        make_context(make_image(1, 5), tokens=[5, IMAGE_TOKEN, IMAGE_TOKEN, 7, IMAGE_TOKEN, 5])
     with pytest.raises(InputError, match="valid start index, got -1"):
         make_image(-1, 5)
     with pytest.raises(InputError, match="start and end index, got 4 and 4"):
