@@ -224,7 +224,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return ``x + y``; both have the same shape."""
 
-    @operation()
+    @operation(functions={"multiply": CFunction("q 3P 4q")})
     @abstractmethod
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         """Return ``x * y``; both have the same shape."""

@@ -94,11 +94,15 @@ class Attention:
                 is_causal=self.is_causal,
                 blocks=step.blocks,
             )
-        kv = step.kv.layer(self.layer)
-        step.ops.store_kv(k, v, kv)
+        step.ops.store_kv(k, v, step.kv.layer(self.layer))
+        return self._attend_to_cache(q, step)
+
+    def _attend_to_cache(self, q: Tensor, step: StepInputs) -> Tensor:
+        """Return the attention output ``[T, H, D]`` of ``q [T, H, D]``, with the stored keys and values."""
+        assert step.kv is not None
         return step.ops.attention(
             q,
-            kv,
+            step.kv.layer(self.layer),
             step.row_offsets,
             step.kv.lengths,
             scale=self.scale,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.cpu.attention import CpuAttention
+from penstock.kernels.cpu.library import Kernel
 from penstock.kernels.cpu.linear import ACTIVATION_CODES, DTYPE_CODES
 from penstock.kernels.experts import ClampedSwiGLU
 
@@ -198,21 +199,30 @@ class CpuElementwise(CpuAttention):
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self._combine("add", self._kernels.add, x, y)
+        return super().add(x, y) if out is None else out
+
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self._combine("multiply", self._kernels.multiply, x, y)
+        return super().multiply(x, y) if out is None else out
+
+    def _combine(self, name: str, kernel: Kernel, x: Tensor, y: Tensor) -> Tensor | None:
+        """Return the result of a kernel with two operands; None if it does not support the operands."""
         dtype_code, x_strides, y_strides = DTYPE_CODES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
         if dtype_code is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
             self._fall_back(
-                "add",
+                name,
                 {
                     f"{x.dtype} activations": dtype_code is not None,
                     "this memory layout": rows_fit,
                     "operands of different types or shapes": x.dtype == y.dtype and x.shape == y.shape,
                 },
             )
-            return super().add(x, y)
+            return None
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), y.data_ptr(), out.data_ptr())
-        self._kernels.add(dtype_code, *pointers, *x.shape, x_strides[0], y_strides[0])
+        kernel(dtype_code, *pointers, *x.shape, x_strides[0], y_strides[0])
         return out
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
