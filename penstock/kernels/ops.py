@@ -236,8 +236,8 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @operation()
     @abstractmethod
-    def clamp(self, x: Tensor, limit: float) -> Tensor:
-        """Return ``x [T, F]`` clamped to ``-limit..limit``."""
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Return ``x [T, F]`` clamped to ``low..high``. NaN stays NaN."""
 
     @operation()
     @abstractmethod
@@ -314,7 +314,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x[:, :F]) * x[:, F:]``, ``[T, F]``, for ``x [T, 2F]``."""
 
-    @operation(functions={"change": CFunction("2q 2P 3q d")})
+    @operation(functions={"change": CFunction("2q 2P 3q 2d")})
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x)`` for ``x [T, F]``, computed in float32, returned in x's type."""

@@ -55,6 +55,8 @@ class Attention:
     """Whether attention is causal. Not used with a KV cache."""
     is_interleaved: bool = False
     """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
+    is_causal_in_spans: bool = False
+    """Whether attention is causal also within ``step.spans``."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """Return the output ``[T, E]`` for ``x [T, E]``.
@@ -108,7 +110,7 @@ class Attention:
             scale=self.scale,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
-            spans=step.spans,
+            spans=None if self.is_causal_in_spans else step.spans,
         )
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:

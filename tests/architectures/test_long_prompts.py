@@ -19,8 +19,8 @@ TOLERANCES = {
 }
 """Maximum error of a family in standard deviations of the logits; 1e-4 for all other families.
 
-In Gemma and Gemma 4, transformers differs from a float64 computation by more than 1e-4. With linear attention, two orders
-of the sums in transformers differ by more than 1e-4.
+In Gemma and Gemma 4, transformers differs from a float64 computation by more than 1e-4. With linear
+attention, two orders of the sums in transformers differ by more than 1e-4.
 """
 CHUNKS = [1, 600, 999, 1000]
 _MAX_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")

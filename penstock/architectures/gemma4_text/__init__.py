@@ -34,6 +34,10 @@ def tiny_config() -> dict[str, object]:
         "vocab_size_per_layer_input": 130,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     }

@@ -246,6 +246,7 @@ def _attention(load: Loader, blueprint: Blueprint, block_name: str, layer: Layer
         v_norm=RMSNorm(unit_weights, blueprint.norm_eps),
         are_values_keys=layer.are_values_keys,
         is_kv_shared=layer.is_kv_shared,
+        is_causal_in_spans=layer.window is None,
     )
 
 

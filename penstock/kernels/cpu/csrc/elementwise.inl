@@ -303,12 +303,12 @@ KERNEL(add, Add)
 KERNEL(multiply, Multiply)
 
 struct Change {  // applies a function to each element of x [n, F], rows strided; out [n, F]
-  // Functions: 0 to 4 the activations, 5 x * factor, 6 factor * tanh(x / factor), 7 x clamped to -factor..factor.
+  // Functions: 0 to 4 the activations, 5 x * factor, 6 factor * tanh(x / factor), 7 x clamped to low..factor.
   int64_t type, function;
   const void* x;
   void* out;
   int64_t n, F, stride;
-  double factor;
+  double factor, low;
 };
 
 template <class T, class Function> INLINE void change(const Change& a, const Team& team, Function function) {
@@ -323,7 +323,7 @@ template <class T, class Function> INLINE void change(const Change& a, const Tea
 
 static int64_t work(const Change& a) { return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F; }
 static void run(const Change& a, const Team& team) {
-  const float factor = (float)a.factor;
+  const float factor = (float)a.factor, low = (float)a.low;
   WITH_TYPE(a.type, T, {
     with_activation<T>(a.function, [&](auto function) __attribute__((always_inline)) { change<T>(a, team, function); });
     if (a.function == 5) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
@@ -331,8 +331,7 @@ static void run(const Change& a, const Team& team) {
       change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
     if (a.function == 7)
       change<T>(a, team, [=](vf x) __attribute__((always_inline)) {
-        const vf limit = all(factor);
-        return x > limit ? limit : x < -limit ? -limit : x;
+        return x > all(factor) ? all(factor) : x < all(low) ? all(low) : x;
       });
   });
 }
