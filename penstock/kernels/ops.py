@@ -224,7 +224,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return ``x + y``; both have the same shape."""
 
-    @operation()
+    @operation(functions={"multiply": CFunction("q 3P 4q")})
     @abstractmethod
     def multiply(self, x: Tensor, y: Tensor) -> Tensor:
         """Return ``x * y``; both have the same shape."""
@@ -236,8 +236,8 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @operation()
     @abstractmethod
-    def clamp(self, x: Tensor, limit: float) -> Tensor:
-        """Return ``x [T, F]`` clamped to ``-limit..limit``."""
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """Return ``x [T, F]`` clamped to ``low..high``. NaN stays NaN."""
 
     @operation()
     @abstractmethod
@@ -314,7 +314,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x[:, :F]) * x[:, F:]``, ``[T, F]``, for ``x [T, 2F]``."""
 
-    @operation(functions={"change": CFunction("2q 2P 3q d")})
+    @operation(functions={"change": CFunction("2q 2P 3q 2d")})
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x)`` for ``x [T, F]``, computed in float32, returned in x's type."""

@@ -49,9 +49,6 @@ class VisionFamily(ABC):
         token_text: returns the text of a token id.
     """
 
-    is_bidirectional: ClassVar[bool] = False
-    """Whether attention is bidirectional among the tokens from the first to the last image token of an image.
-    """
     details: ClassVar[frozenset[str]] = frozenset()
     """The values of ``detail`` that `processor_options` supports, in addition to ``auto``."""
 
@@ -64,6 +61,12 @@ class VisionFamily(ABC):
         self.config = config
         self.processor_config = processor_config
         self.token_text = token_text
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether the tokens from the first to the last image token of an image attend to each other in both
+        directions."""
+        return False
 
     @property
     @abstractmethod

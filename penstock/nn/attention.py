@@ -55,6 +55,8 @@ class Attention:
     """Whether attention is causal. Not used with a KV cache."""
     is_interleaved: bool = False
     """Whether the rotary embedding rotates the pairs (2 i, 2 i + 1) of a head."""
+    is_causal_in_spans: bool = False
+    """Whether attention is causal also within ``step.spans``."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """Return the output ``[T, E]`` for ``x [T, E]``.
@@ -94,17 +96,21 @@ class Attention:
                 is_causal=self.is_causal,
                 blocks=step.blocks,
             )
-        kv = step.kv.layer(self.layer)
-        step.ops.store_kv(k, v, kv)
+        step.ops.store_kv(k, v, step.kv.layer(self.layer))
+        return self._attend_to_cache(q, step)
+
+    def _attend_to_cache(self, q: Tensor, step: StepInputs) -> Tensor:
+        """Return the attention output ``[T, H, D]`` of ``q [T, H, D]``, with the stored keys and values."""
+        assert step.kv is not None
         return step.ops.attention(
             q,
-            kv,
+            step.kv.layer(self.layer),
             step.row_offsets,
             step.kv.lengths,
             scale=self.scale,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
-            spans=step.spans,
+            spans=None if self.is_causal_in_spans else step.spans,
         )
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:

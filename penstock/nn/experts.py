@@ -36,12 +36,25 @@ class Experts:
     """``[N]`` float32, added to the scores for the selection; see `ScoreRouting`."""
     is_router_float32: bool = False
     """Whether the router computes in float32."""
+    output_scales: Tensor | None = None
+    """``[N, 1]`` float32: factors of the outputs of the experts; None for no factors."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        logits = self.router(step.ops.widen(x) if self.is_router_float32 else x, step)
-        topk_weights, topk_ids = step.ops.route(logits, self.top_k, self.routing, self.correction_bias)
-        y = step.ops.experts(x, self.packed, topk_weights, topk_ids, self.activation, lora=step.lora)
-        return y if self.packed.ranks is None else step.ops.all_reduce(y, self.packed.ranks)
+        return self.mix(x, x, step)
+
+    def mix(self, router_input: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        """Return the weighted sum ``[T, E]`` of the outputs of the experts for ``x [T, E]``.
+
+        The experts are selected by ``router_input [T, E]``.
+        """
+        ops = step.ops
+        logits = self.router(ops.widen(router_input) if self.is_router_float32 else router_input, step)
+        topk_weights, topk_ids = ops.route(logits, self.top_k, self.routing, self.correction_bias)
+        if self.output_scales is not None:
+            scales = ops.take_rows(self.output_scales, topk_ids.view(-1))  # [T top_k, 1]
+            topk_weights = ops.multiply(topk_weights, scales.view(len(x), self.top_k))
+        y = ops.experts(x, self.packed, topk_weights, topk_ids, self.activation, lora=step.lora)
+        return y if self.packed.ranks is None else ops.all_reduce(y, self.packed.ranks)
 
 
 @dataclass(frozen=True, slots=True)

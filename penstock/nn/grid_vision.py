@@ -53,8 +53,8 @@ def axial_rotary_rows(coordinates: Tensor, head_dim: int, base: float) -> Rotary
     return angles.cos(), angles.sin()
 
 
-def axial_base(config: ConfigValues, head_dim: int) -> float:
-    """Return the base of the rotary embedding of a ``vision_config``.
+def axial_base(config: ConfigValues, head_dim: int, default: float = 10000.0) -> float:
+    """Return the base of the rotary embedding of a ``vision_config``, or ``default`` if it has none.
 
     Raises:
         ConfigError: the rope type is neither "axial" nor "default", or the head size is not a multiple of 4.
@@ -67,7 +67,7 @@ def axial_base(config: ConfigValues, head_dim: int) -> float:
         raise ConfigError(
             "vision_config.num_heads", f"the size of a head must be a multiple of 4, was {head_dim}"
         )
-    return parameters.number("rope_theta", 10000.0)
+    return parameters.number("rope_theta", default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 Rope types: ``default`` (Su et al. 2021, arXiv:2104.09864), ``linear`` (Chen et al. 2023, arXiv:2306.15595),
 ``dynamic`` (NTK-aware scaling by the length of the sequence), ``llama3`` (The Llama 3 Herd of Models 2024,
-arXiv:2407.21783), ``yarn`` (Peng et al. 2023, arXiv:2309.00071) and ``longrope`` (Ding et al. 2024,
-arXiv:2402.13753).
+arXiv:2407.21783), ``yarn`` (Peng et al. 2023, arXiv:2309.00071), ``longrope`` (Ding et al. 2024,
+arXiv:2402.13753) and ``proportional`` (Gemma 4: only the pairs with the highest frequencies are rotated).
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _rotated_dims(
     supports_partial: bool,
     default_fraction: float,
 ) -> int:
-    """Return the number of dims of a head that are rotated."""
-    if kind == "default" and not supports_partial:
+    """Return the number of dims of a head that are rotated. Rope type ``proportional`` rotates some by 0."""
+    if kind == "proportional" or (kind == "default" and not supports_partial):
         return head_dim
     default = config.number("partial_rotary_factor", default_fraction)
     fraction = _number(parameters, "partial_rotary_factor", default)
@@ -323,6 +323,14 @@ def _longrope(config: RotaryConfig, key: str = "short_factor") -> tuple[Tensor, 
     return frequencies, math.sqrt(1 + math.log(stretch) / math.log(config.max_positions))
 
 
+def _proportional(config: RotaryConfig) -> tuple[Tensor, float]:
+    """Keep the first ``partial_rotary_factor`` of the frequencies and set the others to 0."""
+    fraction = _number(config.parameters, "partial_rotary_factor", 1.0, maximum=1.0)
+    frequencies = _plain_frequencies(config) / _number(config.parameters, "factor", 1.0)
+    frequencies[int(fraction * config.dim / 2) :] = 0
+    return frequencies, 1.0
+
+
 _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -330,6 +338,7 @@ _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 """For each rope type: a function that returns the frequencies ``[R / 2]`` float32 and a factor for the
 cosines and sines.

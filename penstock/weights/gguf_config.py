@@ -15,6 +15,7 @@ from typing import cast
 from penstock.weights.gguf import GGUFFile
 from penstock.weights.gguf_decoder import FULL, SLIDING, decoder_config, layer_types
 from penstock.weights.gguf_dense_config import DENSE_CONFIGS
+from penstock.weights.gguf_gemma4 import gemma4_config
 from penstock.weights.gguf_keys import GGUFKeys
 from penstock.weights.gguf_moe_config import MOE_CONFIGS
 from penstock.weights.gguf_names import read_architecture
@@ -200,6 +201,7 @@ _FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "phi3": _phi3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4_config,
     "gpt2": _gpt2,
     **DENSE_CONFIGS,
     **MOE_CONFIGS,

@@ -26,9 +26,14 @@ class GGUFFamily:
     head 1.
     """
     vectors: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Vectors: name in the file without suffix -> full name and number of dims in the checkpoint.
+    """Vectors: name in the file -> full name and number of dims in the checkpoint.
 
-    A vector with two dims is a matrix of one row in the checkpoint.
+    The name in the file has no suffix ``.weight`` or ``.bias``. A vector with two dims is a matrix of one row
+    in the checkpoint.
+    """
+    fused_experts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Matrices of experts with the rows of two matrices: name in the file -> names of the upper and the lower
+    half in the checkpoint, as in `names`.
     """
 
 

@@ -8,6 +8,7 @@ differences:
 - matrices that GPT-2's checkpoint stores transposed,
 - norm weights to which the file adds 1,
 - one tensor for all experts of a layer, or for the norms of all heads,
+- one matrix for the gate and the up matrix of an expert,
 - vectors that the checkpoint stores with leading dimensions of size 1.
 """
 
@@ -23,6 +24,7 @@ from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.weights.gguf import GGUFFile, StoredTensor
 from penstock.weights.gguf_dense_names import DENSE_FAMILIES
 from penstock.weights.gguf_family import LLAMA, POST_NORMS, GGUFFamily
+from penstock.weights.gguf_gemma4 import GEMMA4_FAMILY
 from penstock.weights.gguf_moe_names import MOE_FAMILIES
 from penstock.weights.safetensors import TensorHeader
 
@@ -125,6 +127,7 @@ _FAMILIES = {
     "phi3": GGUFFamily(_PHI3),
     "gemma2": GGUFFamily(_GEMMA, norm_offset=1.0),
     "gemma3": GGUFFamily(_GEMMA, norm_offset=1.0),
+    "gemma4": GEMMA4_FAMILY,
     "gpt2": GGUFFamily(_GPT2, is_transposed=True),
     **DENSE_FAMILIES,
     **MOE_FAMILIES,
@@ -146,7 +149,9 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     """
     file = GGUFFile(path)
     name = read_architecture(file)
-    family, num_heads = _FAMILIES[name], _num_heads_by_name(file, name)
+    family = _FAMILIES[name]
+    has_row_order = family.is_interleaved or family.orders_qkv_by_head
+    num_heads = _num_heads_by_name(file, name) if has_row_order else {}
     return {
         header_name: header
         for tensor in file.tensors.values()
@@ -194,10 +199,11 @@ def _headers(
             f"{tensor.name} has type {tensor.block_type.name}, which cannot be read: use one of "
             f"{', '.join((*_FLOATS, *READABLE_BLOCKS, *PACKAGE_BLOCKS))}",
         )
-    stem, _, suffix = tensor.name.rpartition(".")  # the suffix is weight or bias
+    stem, suffix = _split_name(tensor.name)
     block = re.match(r"blk\.(\d+)\.", stem)
     layer = block[1] if block else "N"
-    name = family.names.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
+    generic_name = re.sub(r"^blk\.\d+\.", "blk.N.", stem)
+    name = family.names.get(generic_name)
     header = GGUFTensor(
         tensor.file,
         tensor.block_type.name,
@@ -206,6 +212,14 @@ def _headers(
         tensor.name,
         offset=tensor.offset,
     )
+    if generic_name in family.fused_experts and len(tensor.shape) == 3:
+        for expert, part_header in _parts_per_expert_or_head(header):
+            half = part_header.shape[0] // 2
+            for index, name in enumerate(family.fused_experts[generic_name]):
+                rows = part_header.rows(index * half, (index + 1) * half)
+                assert rows is not None
+                yield f"{name}.{suffix}".replace(".N.", f".{layer}.").replace(".X.", f".{expert}."), rows
+        return
     if name is None:
         yield _convert_vector(header, family)
         return
@@ -223,9 +237,18 @@ def _headers(
         yield full_name, part_header
 
 
+def _split_name(name: str) -> tuple[str, str]:
+    """Return a tensor name without its suffix ``.weight`` or ``.bias``, and the suffix without the dot.
+
+    The suffix is empty if the name has another end.
+    """
+    stem, _, suffix = name.rpartition(".")
+    return (stem, suffix) if suffix in ("weight", "bias") else (name, "")
+
+
 def _convert_vector(header: GGUFTensor, family: GGUFFamily) -> tuple[str, GGUFTensor]:
     """Return the name and header of a vector in `GGUFFamily.vectors`. Other tensors keep their names."""
-    stem = header.stored_name.rpartition(".")[0]
+    stem, _ = _split_name(header.stored_name)
     block = re.match(r"blk\.(\d+)\.", stem)
     name_and_dims = family.vectors.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
     if name_and_dims is None or block is None or len(header.shape) > 2:

@@ -1,15 +1,16 @@
 """Rebuilds the tokenizer of a GGUF file with the `tokenizers` library.
 
 If the file contains a ``tokenizer.json`` (metadata ``tokenizer.huggingface.json``), this tokenizer is used.
-Otherwise, two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE
-with scores (``llama``), from which the merges are derived. A ``gpt2`` file contains the name of the
-pre-tokenizer but not its pattern. A name is supported if the published tokenizer files of a model contain its
-pattern. Other names are errors, because a similar pattern would silently produce wrong tokens.
+Otherwise, three kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE
+with a list of merges (``gemma4``) or with scores (``llama``), from which the merges are derived. A ``gpt2``
+file contains the name of the pre-tokenizer but not its pattern. A name is supported if the published
+tokenizer files of a model contain its pattern. Other names are errors, because a similar pattern would
+silently produce wrong tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from penstock.weights.gguf import GGUFFile
 
 _HINT = "put the model's tokenizer.json in the same folder"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")
 """Control tokens that end a turn, for older files that do not set ``eot_token_id``."""
 
 
@@ -90,9 +91,10 @@ def _build_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
                 file.path, f"tokenizer.huggingface.json cannot be read as a tokenizer: {error}"
             ) from error
     model = file.metadata.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
+    if model not in _BUILDERS:
         raise CheckpointError(
-            file.path, f"has a tokenizer of the unsupported kind {model!r} (supported: gpt2, llama): {_HINT}"
+            file.path,
+            f"has a tokenizer of the unsupported kind {model!r} (supported: {', '.join(_BUILDERS)}): {_HINT}",
         )
     types = _read_numbers(file, "tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -101,8 +103,7 @@ def _build_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding_ids}
     if len(vocabulary) + len(padding_ids) < len(tokens):
         raise CheckpointError(file.path, f"has a token twice: {_HINT}")
-    build = _byte_level if model == "gpt2" else _sentencepiece
-    tokenizer = build(file, vocabulary, types)
+    tokenizer = _BUILDERS[str(model)](file, vocabulary, types)
     tokenizer.add_special_tokens(
         [_added_token(token) for token, i in vocabulary.items() if types[i] in (_CONTROL, _UNKNOWN)]
     )
@@ -117,18 +118,29 @@ def _added_token(token: str) -> AddedToken:
     return AddedToken(token, normalized=False)
 
 
-def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> Tokenizer:
-    """Return a byte-level BPE tokenizer, which represents each byte by a printable character."""
-    splitter = _splitter(file)
+def _read_merges(file: GGUFFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of a file, in order.
+
+    Raises:
+        CheckpointError: the parts or the result of a merge are not tokens.
+    """
     merges = []
     for line in _read_strings(file, "tokenizer.ggml.merges", is_optional=True):
-        # Tokens of a byte-level vocabulary contain no space, so the first space separates the two tokens.
+        # Tokens contain no space: the vocabulary has another character for it. So the first space separates
+        # the two tokens.
         left, _, right = line.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise CheckpointError(
                 file.path, f"has the merge {line!r}, but its parts or its result are not tokens"
             )
         merges.append((left, right))
+    return merges
+
+
+def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer, which represents each byte by a printable character."""
+    splitter = _splitter(file)
+    merges = _read_merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, ignore_merges=splitter.ignore_merges))
     if splitter.uses_nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -157,23 +169,45 @@ def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: Sequenc
         if token[:left_length] in pieces and token[left_length:] in pieces
     ]
     merges.sort()  # by descending score; merges to the same token by descending length of the left part
+    adds_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return _piece_tokenizer(vocabulary, types, [(left, right) for _, _, left, right in merges], adds_prefix)
+
+
+def _sentencepiece_with_merges(
+    file: GGUFFile, vocabulary: Mapping[str, int], types: Sequence[float]
+) -> Tokenizer:
+    """Return a SentencePiece BPE tokenizer whose merges are listed in the file, as in Gemma 4."""
+    adds_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", False))
+    return _piece_tokenizer(vocabulary, types, _read_merges(file, vocabulary), adds_prefix)
+
+
+def _piece_tokenizer(
+    vocabulary: Mapping[str, int],
+    types: Sequence[float],
+    merges: Sequence[tuple[str, str]],
+    adds_prefix: bool,
+) -> Tokenizer:
+    """Return a BPE tokenizer that represents a space by ``▁`` and unknown characters by bytes.
+
+    With ``adds_prefix``, a space is added before the text.
+    """
     unknown_token = next((token for token, i in vocabulary.items() if types[i] == _UNKNOWN), None)
     tokenizer = Tokenizer(
-        models.BPE(
-            dict(vocabulary),
-            [(left, right) for _, _, left, right in merges],
-            unk_token=unknown_token,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+        models.BPE(dict(vocabulary), list(merges), unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     )
-    adds_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if adds_prefix else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_prefix else steps)
     return tokenizer
 
+
+_BUILDERS: Mapping[str, Callable[[GGUFFile, Mapping[str, int], Sequence[float]], Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _sentencepiece_with_merges,
+}
+"""``tokenizer.ggml.model`` -> function that builds the tokenizer from tokens and token types."""
 
 _DIGITS = "digits"  # instead of a pattern: each digit is a word
 _GPT4_PATTERN = (
@@ -242,10 +276,10 @@ def _splitter(file: GGUFFile) -> _Splitter:
 def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """Configure the tokenizer to add the BOS and EOS tokens that the file requests.
 
-    If the file does not set ``add_bos_token``, BOS is added for ``llama``, and for ``gpt2`` if the
-    pre-tokenizer has `_Splitter.adds_bos`.
+    If the file does not set ``add_bos_token``, BOS is added for ``llama`` and ``gemma4``, and for ``gpt2`` if
+    the pre-tokenizer has `_Splitter.adds_bos`.
     """
-    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") != "gpt2"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:
         adds_bos = is_sentencepiece or _splitter(file).adds_bos

@@ -12,6 +12,7 @@ import torch
 from support.checkpoints import DECODERS, transformers_logits, write_checkpoint
 from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
+from penstock.architectures.gemma4_text.network import Gemma4Attention
 from penstock.kernels import XIELU, Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
 from penstock.nn import (
@@ -215,8 +216,8 @@ def swap_rotary_layout(block: Any) -> Any:
 def use_base_attention(block: Any) -> Any:
     """Replace a family's attention class by the base class."""
     attention = block.attention
-    # The base class cannot read the projection of `GatedAttention`.
-    if type(attention) in (Attention, GatedAttention, LinearAttention):
+    # The base class cannot read the projections of some classes.
+    if type(attention) in (Attention, GatedAttention, Gemma4Attention, LinearAttention):
         return block
     rotary_index = None if attention.rotary_index is None else 0
     values = {field.name: getattr(attention, field.name) for field in fields(attention)}

@@ -189,7 +189,13 @@ def test_a_registered_name_is_refused_unless_overridden(registry: PipelineRegist
     assert [candidate.name for candidate in registry.of_task(PipelineTask.TEXT_GENERATION)].count(name) == 1
 
 
-MODEL_TYPES_OF_PARTS = ("llama4_text", "embedding_gemma2_text", "qwen3_5_text", "qwen3_5_moe_text")
+MODEL_TYPES_OF_PARTS = (
+    "llama4_text",
+    "embedding_gemma2_text",
+    "gemma4_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 """Model types that occur only as parts of checkpoints of other types."""
 
 

@@ -33,6 +33,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA4_DENSE = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OTHER_SIZES = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_size": 36}
 
@@ -127,6 +134,48 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "layer types": {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2},
         "biases": {"attention_bias": True, "hidden_activation": "gelu", "hidden_act": "silu"},
         "published configuration": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    },
+    "gemma4_text": {
+        "dense, values are keys": GEMMA4_DENSE,
+        "experts": {
+            **GEMMA4_DENSE,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+        },
+        "experts and per-layer embeddings": {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 1,
+            "moe_intermediate_size": 24,
+            "use_double_wide_mlp": False,
+        },
+        "values are keys in shared layers": {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "num_kv_shared_layers": 3,
+        },
+        "default layer types, no shared layers": {
+            "layer_types": "absent",
+            "num_kv_shared_layers": 0,
+            "global_head_dim": 16,
+            "final_logit_softcapping": None,
+        },
+        "last layer forced to full attention": {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "tie_word_embeddings": False,
+        },
+        "window longer than the prompts": {"sliding_window": 4096, "hidden_activation": "silu"},
+        "biases, rope factor": {
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
+            },
+        },
+        "equal head sizes in one group": {"global_head_dim": 16, "sliding_window": 256},
     },
     "gemma3_text": {
         "linear global rope": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
@@ -145,8 +146,9 @@ def test_elementwise_operations_agree_with_the_reference(
     assert_same(lambda ops: ops.soft_cap(x, 3.0), ops)
     assert (ops.soft_cap(1000 * x, 3.0).abs() <= 3).all()
     assert are_close(ops.soft_cap(x, 1e6), x)
-    assert torch.equal(ops.clamp(x, 2.5), x.clamp(-2.5, 2.5))
-    assert_same(lambda ops: ops.clamp(x, 2.5), ops)
+    assert torch.equal(ops.clamp(x, -2.5, 1.5), x.clamp(-2.5, 1.5))
+    assert_same(lambda ops: ops.clamp(x, -2.5, 1.5), ops)
+    assert torch.equal(ops.clamp(x, -math.inf, math.inf), x)
     for activation, function in TORCH_ACTIVATIONS.items():
         assert_same(lambda ops, activation=activation: ops.activation(x, activation), ops)
         assert are_close(ops.activation(x, activation), function(x.float()).to(dtype))

@@ -228,7 +228,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], RowOperation]]] = {
     "add": {"": row_case(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
     "multiply": {"": row_case(lambda ops, x, y: ops.multiply(x, y), (101,), (101,))},
     "scale": {"": row_case(lambda ops, x: ops.scale(x, 0.3), (101,))},
-    "clamp": {"": row_case(lambda ops, x: ops.clamp(x, 0.7), (101,))},
+    "clamp": {"": row_case(lambda ops, x: ops.clamp(x, -0.7, 0.6), (101,))},
     "soft_cap": {"": row_case(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
     "rope_rows": {"": rope_rows_case},
     "rotary": {"": rotary_case},

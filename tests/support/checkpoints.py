@@ -73,11 +73,15 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
                 nn.init.normal_(parameter, std=0.2)
             elif name.endswith("conv1d.weight"):
                 nn.init.normal_(parameter)
+            elif name.endswith((".scale", "_scale")):  # of routers and experts
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith((".bias", "_bias")):  # includes the 2-dimensional biases of experts
                 nn.init.normal_(parameter, std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 nn.init.normal_(buffer, std=0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return folder
 

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "gpt2": "gpt2",
     "olmo3": "olmo2",
     "gemma": "gemma",
@@ -105,11 +106,28 @@ _SANDWICH_NORMS = {
 }
 _FAMILY_MODULES = {
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH_NORMS),
+    "gemma4_text": {
+        **_SANDWICH_NORMS,
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "router.proj": "ffn_gate_inp",
+    },
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+}
+_GEMMA4_TENSORS = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
 }
 _EPS_KEYS = ("layer_norm_eps", "norm_epsilon", "norm_eps")
 _INTERLEAVED_FAMILIES = ("llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo", "ministral3")
@@ -119,6 +137,9 @@ _MODEL_TENSORS = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "model.final_layernorm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "gpt_neox.embed_in": "token_embd",
     "gpt_neox.final_layer_norm": "output_norm",
     "embed_out": "output",
@@ -149,6 +170,8 @@ def write_gguf(
     tensors = load_file(checkpoint / "model.safetensors")
     if config["model_type"] == "apertus":
         _add_activation(writer, tensors, config["num_hidden_layers"])
+    if config["model_type"] == "gemma4_text":
+        writer.add_tensor("rope_freqs.weight", _proportional_divisors(config))
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _frequency_divisors(config))
     for name, tensor in convert_tensors(tensors, config).items():
@@ -181,6 +204,14 @@ def _frequency_divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[n
     return np.asarray(1 / ((1 - interpolation) / rope["factor"] + interpolation), dtype=np.float32)
 
 
+def _proportional_divisors(config: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:  # [D / 2]
+    """Return the divisors ``[D / 2]`` of the rotary frequencies of Gemma 4: 1, or 1e30 for no rotation."""
+    head_dim = config["per_layer_config"][str(config["layer_types"].index("full_attention"))]["head_dim"]
+    fraction = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    pairs = np.arange(head_dim // 2)
+    return np.where(pairs < int(fraction * head_dim / 2), 1.0, 1e30).astype(np.float32)
+
+
 def write_and_close(writer: GGUFWriter) -> None:
     """Write the collected data and close the file."""
     writer.write_header_to_file()
@@ -204,6 +235,9 @@ def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     """Add the values of a ``config.json``: sizes, rotary embedding, and settings of single families."""
+    if config["model_type"] == "gemma4_text":
+        _add_gemma4_config(writer, config)
+        return
     if config["model_type"] == "gpt2":
         sizes = ("n_positions", "n_embd", "n_layer", "n_head")
         positions, hidden, layers, heads = (config[name] for name in sizes)
@@ -229,6 +263,41 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_block_count(layers)
     writer.add_head_count(heads)
     _add_variants(writer, config)
+
+
+def _add_gemma4_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    layers, num_shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    sizes = [config["per_layer_config"].get(str(layer), {}) for layer in range(layers)]
+    full = config["layer_types"].index("full_attention")
+    for name in ("key", "value"):
+        writer.add_uint32(f"gemma4.attention.{name}_length", sizes[full]["head_dim"])
+        writer.add_uint32(f"gemma4.attention.{name}_length_swa", config["head_dim"])
+    writer.add_rope_dimension_count(sizes[full]["head_dim"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(
+        [size.get("num_key_value_heads", config["num_key_value_heads"]) for size in sizes]
+    )
+    factors = [
+        1 + (config["use_double_wide_mlp"] and layer >= layers - num_shared) for layer in range(layers)
+    ]
+    writer.add_feed_forward_length([factor * config["intermediate_size"] for factor in factors])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(layers)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_uint32("gemma4.attention.shared_kv_layers", num_shared)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", config["hidden_size_per_layer_input"])
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_float32(
+        "gemma4.rope.freq_base_swa", config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    )
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def rotary_fraction(config: Mapping[str, Any]) -> float:
@@ -303,11 +372,16 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         if stem in _MODEL_TENSORS:
             result[f"{_MODEL_TENSORS[stem]}.{suffix}"] = _with_norm_offset(stem, tensor, family, suffix)
             continue
+        if suffix not in ("weight", "bias"):
+            stem = name
         match = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
         assert match, name
         layer, module = match[1], match[2]
         if ".act_fn" in module:
             continue  # stored as metadata
+        if module in _GEMMA4_TENSORS:
+            result[f"blk.{layer}.{_GEMMA4_TENSORS[module]}"] = tensor
+            continue
         if ".experts." in module:
             _, index, expert_module = module.rsplit(".", 2)
             stacked.setdefault(f"blk.{layer}.{_EXPERTS[expert_module]}.weight", {})[int(index)] = tensor
@@ -336,7 +410,8 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 def _with_norm_offset(module: str, tensor: Tensor, family: str, suffix: str) -> Tensor:
     if family == "nemotron":
         return tensor + 1 if module.endswith("norm") and suffix == "weight" else tensor
-    return tensor + 1 if family.startswith("gemma") and module.endswith("norm") else tensor
+    adds_one = family in ("gemma", "gemma2", "gemma3_text")
+    return tensor + 1 if adds_one and module.endswith("norm") else tensor
 
 
 def _interleave_halves(rows: Tensor, heads: int) -> Tensor:

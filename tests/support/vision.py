@@ -40,6 +40,11 @@ def save_vision_model(architecture: SupportedArchitecture, folder: Path, **chang
         for name, parameter in model.named_parameters():
             is_scale = parameter.dim() == 1 and name.endswith(".weight")
             parameter.copy_((0.3 if is_scale else 0.2) * torch.randn_like(parameter) + is_scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("layer_scalar", "std_bias", "std_scale")):
+                buffer.uniform_(0.5, 1.5)
+            elif name.endswith(("put_min", "put_max")):  # the bounds of clipped layers
+                buffer.fill_((1 + float(torch.rand(()))) * (-1 if name.endswith("min") else 1))
     model.save_pretrained(folder)
     return AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -195,10 +200,49 @@ def qwen_prompt(
     )
 
 
+def gemma4_prompt(
+    config: dict[str, Any],
+    text: Sequence[Sequence[int]] = PROMPT_TEXTS,
+    grids: Sequence[tuple[int, int]] = ((4, 6), (10, 8)),
+) -> VisionPrompt:
+    """Return a prompt with two images of different shapes, or with one if ``text`` has two parts."""
+    token, vision = config["image_token_id"], config["vision_config"]
+    grids = grids[: len(text) - 1]
+    num_rows, width = max(rows * columns for rows, columns in grids), 3 * vision["patch_size"] ** 2
+    positions = [
+        np.array([(column, row) for row in range(rows) for column in range(columns)])
+        for rows, columns in grids
+    ]
+    images = [np.abs(_pixels(seed, len(array), width)).clip(max=1) for seed, array in enumerate(positions)]
+    batch = torch.zeros(len(grids), num_rows, width)
+    batch_positions = torch.full((len(grids), num_rows, 2), -1)
+    for index, (pixels, array) in enumerate(zip(images, positions, strict=True)):
+        batch[index, : len(array)] = torch.from_numpy(pixels)
+        batch_positions[index, : len(array)] = torch.from_numpy(array)
+    num_merged = vision["pooling_kernel_size"] ** 2
+    spans = [
+        (
+            _image(pixels, image_position_ids=array),
+            [config["boi_token_id"], *[token] * (len(array) // num_merged), config["eoi_token_id"]],
+        )
+        for pixels, array in zip(images, positions, strict=True)
+    ]
+    return _prompt(
+        text,
+        spans,
+        token,
+        config["text_config"].get("use_bidirectional_attention") == "vision",
+        pixel_values=batch,
+        image_position_ids=batch_positions,
+        mm_token_type_ids=None,
+    )
+
+
 PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
     "idefics3": idefics3_prompt,
     "smolvlm": idefics3_prompt,
     "gemma3": gemma3_prompt,
+    "gemma4": gemma4_prompt,
     "qwen2_vl": qwen_prompt,
     "qwen2_5_vl": qwen_prompt,
     "qwen3_vl": qwen_prompt,

@@ -12,8 +12,6 @@ from penstock.media.family import ProcessedImage, VisionFamily
 class Gemma3Family(VisionFamily):
     """Images of Gemma 3. The tokens of an image attend to each other in both directions."""
 
-    is_bidirectional = True
-
     def __init__(
         self,
         config: HuggingFaceConfig,
@@ -25,6 +23,10 @@ class Gemma3Family(VisionFamily):
             raise ConfigError(
                 "do_pan_and_scan", "is true, but crops of an image are not supported: set it to false"
             )
+
+    @property
+    def is_bidirectional(self) -> bool:
+        return True
 
     @property
     def image_token_id(self) -> int:

@@ -35,7 +35,8 @@ class ClippedLinear(Linear):
     limit: float
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
-        return step.ops.clamp(step.ops.linear(x, self.packed, lora=step.lora), self.limit)
+        y = step.ops.linear(x, self.packed, lora=step.lora)
+        return step.ops.clamp(y, -self.limit, self.limit)
 
 
 def unweighted_norms(load: Loader) -> LoadNorm:

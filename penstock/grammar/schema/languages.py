@@ -120,11 +120,8 @@ def _with_length_bound(tree: regex.RegexNode, bound: LengthBound) -> regex.Regex
         return tree
     if isinstance(tree, regex.RegexRepeat) and isinstance(tree.part, regex.Char):
         min_count = max(tree.min_count, bound.min_count)
-        max_count = (
-            tree.max_count
-            if bound.max_count is None
-            else min(bound.max_count, tree.max_count or bound.max_count)
-        )
+        max_counts = [count for count in (tree.max_count, bound.max_count) if count is not None]
+        max_count = min(max_counts, default=None)
         if max_count is None or min_count <= max_count:
             return regex.RegexRepeat(tree.part, min_count, max_count)
     return None

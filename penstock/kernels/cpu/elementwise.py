@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.activations import XIELU, Activation
 from penstock.kernels.cpu.attention import CpuAttention
+from penstock.kernels.cpu.library import Kernel
 from penstock.kernels.cpu.linear import ACTIVATION_CODES, DTYPE_CODES
 from penstock.kernels.experts import ClampedSwiGLU
 
@@ -198,21 +199,30 @@ class CpuElementwise(CpuAttention):
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self._combine("add", self._kernels.add, x, y)
+        return super().add(x, y) if out is None else out
+
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self._combine("multiply", self._kernels.multiply, x, y)
+        return super().multiply(x, y) if out is None else out
+
+    def _combine(self, name: str, kernel: Kernel, x: Tensor, y: Tensor) -> Tensor | None:
+        """Return the result of a kernel with two operands; None if it does not support the operands."""
         dtype_code, x_strides, y_strides = DTYPE_CODES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
         if dtype_code is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
             self._fall_back(
-                "add",
+                name,
                 {
                     f"{x.dtype} activations": dtype_code is not None,
                     "this memory layout": rows_fit,
                     "operands of different types or shapes": x.dtype == y.dtype and x.shape == y.shape,
                 },
             )
-            return super().add(x, y)
+            return None
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), y.data_ptr(), out.data_ptr())
-        self._kernels.add(dtype_code, *pointers, *x.shape, x_strides[0], y_strides[0])
+        kernel(dtype_code, *pointers, *x.shape, x_strides[0], y_strides[0])
         return out
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
@@ -236,11 +246,11 @@ class CpuElementwise(CpuAttention):
             return super().soft_cap(x, cap)
         return out
 
-    def clamp(self, x: Tensor, limit: float) -> Tensor:
-        out = self._apply_function(x, _CLAMP, limit)
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        out = self._apply_function(x, _CLAMP, high, low)
         if out is None:
             self._fall_back("clamp", _elementwise_conditions(x))
-            return super().clamp(x, limit)
+            return super().clamp(x, low, high)
         return out
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
@@ -254,7 +264,7 @@ class CpuElementwise(CpuAttention):
         self._kernels.xielu(dtype_code, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
         return out
 
-    def _apply_function(self, x: Tensor, function: int, factor: float) -> Tensor | None:
+    def _apply_function(self, x: Tensor, function: int, factor: float, low: float = 0.0) -> Tensor | None:
         """Return the result of a function for each element of ``x [T, F]``.
 
         Returns None if the kernel does not support the type or layout of x.
@@ -262,13 +272,15 @@ class CpuElementwise(CpuAttention):
         Args:
             x: the elements.
             function: one of `ACTIVATION_CODES`, `_SCALE`, `_SOFT_CAP` or `_CLAMP`.
-            factor: the parameter of the function. Activations ignore it.
+            factor: the parameter of the function; for `_CLAMP` the upper bound. Activations ignore it.
+            low: the lower bound of `_CLAMP`.
         """
         dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
         if dtype_code is None or len(strides) != 2 or strides[1] != 1:
             return None
         out = self._empty(x.shape, x.dtype)
-        self._kernels.change(dtype_code, function, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], factor)
+        pointers = (x.data_ptr(), out.data_ptr())
+        self._kernels.change(dtype_code, function, *pointers, *x.shape, strides[0], factor, low)
         return out
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:

@@ -27,7 +27,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 """The shared library."""
 
-ABI = 22
+ABI = 23
 """The version of the argument structs and panel layouts that this module requires of the library.
 
 ``penstock_abi`` in csrc/host.cpp returns the version of the library.

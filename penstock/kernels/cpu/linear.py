@@ -143,7 +143,9 @@ class CpuLinear(ReferenceOps):
             return self._product(x, packed, activation)
         y = self._add_lora(self._product(x, packed, None), x, packed, lora)
         function, address = ACTIVATION_CODES[activation], y.data_ptr()
-        self._kernels.change(DTYPE_CODES[y.dtype], function, address, address, *y.shape, y.stride(0), 0.0)
+        self._kernels.change(
+            DTYPE_CODES[y.dtype], function, address, address, *y.shape, y.stride(0), 0.0, 0.0
+        )
         return y
 
     def _product(self, x: Tensor, packed: PackedLinear, activation: Activation | None) -> Tensor:

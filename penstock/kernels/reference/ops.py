@@ -130,8 +130,8 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
-    def clamp(self, x: Tensor, limit: float) -> Tensor:
-        return x.clamp(-limit, limit)
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return (cap * torch.tanh(x.float() / cap)).to(x.dtype)

@@ -16,6 +16,7 @@ UNSATISFIABLE: list[Any] = [
     False,
     {"enum": []},
     {"type": "string", "pattern": "^abc$", "maxLength": 2},
+    {"type": "string", "pattern": "^a{0}$", "minLength": 1, "maxLength": 5},
     {"type": "string", "format": "uuid", "maxLength": 5},
     {"type": "string", "format": "date", "pattern": "x"},
     {"type": "string", "allOf": [{"format": "ipv4"}, {"format": "ipv6"}]},

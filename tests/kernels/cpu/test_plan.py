@@ -66,7 +66,7 @@ def step_with_many_operations(ops: CpuOps, encoding: str, width: int) -> Step:
         rows = ops.rope_rows(step_inputs["positions"], angles.cos(), angles.sin())
         x = ops.scale(ops.embedding(step_inputs["tokens"], table), 3.0)
         normalized, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
-        x = ops.clamp(ops.add(ops.layer_norm(normalized, weight, bias, 1e-5), x), 9.0)
+        x = ops.clamp(ops.add(ops.layer_norm(normalized, weight, bias, 1e-5), x), -9.0, 8.0)
         heads = ops.linear(x, packed_weight)[:, :128].view(-1, 8, 16)
         q = ops.layer_norm(heads[:, :4], head_weight, head_bias, 1e-5)
         q, k = ops.rotary(q, heads[:, 4:6], *rows)

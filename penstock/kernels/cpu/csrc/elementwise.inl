@@ -273,34 +273,42 @@ static void run(const LayerNormOfSum& a, const Team& team) {
 }
 KERNEL(layer_norm_of_sum, LayerNormOfSum)
 
-struct Add {  // x, y [n, F], rows strided; out [n, F]
+struct Operands {  // x, y [n, F], rows strided; out [n, F]
   int64_t type;
   const void *x, *y;
   void* out;
   int64_t n, F, x_stride, y_stride;
 };
+struct Add : Operands {};
+struct Multiply : Operands {};
 
-template <class T> static void add(const Add& a, const Team& team) {
+template <class T, class Function> static void combine(const Operands& a, const Team& team, Function function) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T *x = (const T*)a.x + row * a.x_stride, *y = (const T*)a.y + row * a.y_stride;
       T* out = (T*)a.out + row * a.F;
-      for_vectors(a.F, EACH_VECTOR { store(out + i, load(x + i, lanes) + load(y + i, lanes), lanes); });
+      for_vectors(a.F, EACH_VECTOR { store(out + i, function(load(x + i, lanes), load(y + i, lanes)), lanes); });
     }
   });
 }
 
-static int64_t work(const Add& a) { return ELEMENT * a.n * a.F; }
-static void run(const Add& a, const Team& team) { WITH_TYPE(a.type, T, add<T>(a, team)); }
+static int64_t work(const Operands& a) { return ELEMENT * a.n * a.F; }
+static void run(const Add& a, const Team& team) {
+  WITH_TYPE(a.type, T, combine<T>(a, team, [](vf x, vf y) __attribute__((always_inline)) { return x + y; }));
+}
+static void run(const Multiply& a, const Team& team) {
+  WITH_TYPE(a.type, T, combine<T>(a, team, [](vf x, vf y) __attribute__((always_inline)) { return x * y; }));
+}
 KERNEL(add, Add)
+KERNEL(multiply, Multiply)
 
 struct Change {  // applies a function to each element of x [n, F], rows strided; out [n, F]
-  // Functions: 0 to 4 the activations, 5 x * factor, 6 factor * tanh(x / factor), 7 x clamped to -factor..factor.
+  // Functions: 0 to 4 the activations, 5 x * factor, 6 factor * tanh(x / factor), 7 x clamped to low..factor.
   int64_t type, function;
   const void* x;
   void* out;
   int64_t n, F, stride;
-  double factor;
+  double factor, low;
 };
 
 template <class T, class Function> INLINE void change(const Change& a, const Team& team, Function function) {
@@ -315,7 +323,7 @@ template <class T, class Function> INLINE void change(const Change& a, const Tea
 
 static int64_t work(const Change& a) { return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F; }
 static void run(const Change& a, const Team& team) {
-  const float factor = (float)a.factor;
+  const float factor = (float)a.factor, low = (float)a.low;
   WITH_TYPE(a.type, T, {
     with_activation<T>(a.function, [&](auto function) __attribute__((always_inline)) { change<T>(a, team, function); });
     if (a.function == 5) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
@@ -323,8 +331,7 @@ static void run(const Change& a, const Team& team) {
       change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
     if (a.function == 7)
       change<T>(a, team, [=](vf x) __attribute__((always_inline)) {
-        const vf limit = all(factor);
-        return x > limit ? limit : x < -limit ? -limit : x;
+        return x > all(factor) ? all(factor) : x < all(low) ? all(low) : x;
       });
   });
 }

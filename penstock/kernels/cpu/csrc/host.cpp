@@ -7,7 +7,7 @@
 #define VISIBLE __attribute__((visibility("default")))
 
 // Version of the argument layout of the kernels; library.py refuses a library with another version.
-extern "C" VISIBLE int penstock_abi() { return 22; }
+extern "C" VISIBLE int penstock_abi() { return 23; }
 
 // Returns the best instruction set of this CPU: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. __builtin_cpu_supports also
 // checks that the operating system saves the wide registers.

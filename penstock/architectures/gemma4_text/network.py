@@ -1,0 +1,166 @@
+"""The network of Gemma 4: blocks with per-layer embeddings, shared keys and values, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.architectures.embedding_gemma2_text.network import LayerInput
+from penstock.host.heartbeat import beat
+from penstock.kernels import StepInputs
+from penstock.nn import (
+    Attention,
+    Embedding,
+    Experts,
+    GatedMLP,
+    Head,
+    Linear,
+    Norm,
+    RMSNorm,
+    Rotary,
+    RotaryRows,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Attention(Attention):
+    """Attention with norms of queries, keys and values, and unscaled scores.
+
+    `qkv` computes queries, keys and values; queries and keys with `are_values_keys`, or if values have a
+    separate layer; only queries with `is_kv_shared`.
+    """
+
+    v_norm: RMSNorm
+    are_values_keys: bool = False
+    """Whether values are computed from the output of the key projection."""
+    is_kv_shared: bool = False
+    """Whether the layer attends to keys and values that an earlier layer has stored."""
+
+    def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
+        if self.is_kv_shared:
+            queries = self.qkv(x, step).view(len(x), self.heads, self.head_dim)
+            q = self._apply_norm(queries, self.q_norm, step)
+            q, _ = self._rotate(q, q[:, :0], rows, step)
+            out = self._attend_to_cache(q, step)
+        else:
+            q, k, v = self._project(x, step)
+            v = self.v_norm(v, step)
+            q, k = self._normalize_and_rotate(q, k, rows, step)
+            out = self._attend(q, k, v, step)
+        return self.output(out.view(len(x), self.heads * self.head_dim), step)
+
+    def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.are_values_keys:
+            return Attention._project(self, x, step)
+        heads = self.qkv(x, step).view(len(x), self.heads + self.kv_heads, self.head_dim)
+        keys = heads[:, self.heads :]
+        return heads[:, : self.heads], keys, keys
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A router with its norm and experts, which are parallel to the MLP of a block."""
+
+    router_norm: RMSNorm
+    """The norm of the router's input. Its weights contain the router's scale."""
+    norms: tuple[Norm, Norm]
+    """The norms before and after the experts."""
+    experts: Experts
+    mlp_norm: Norm
+    """The norm after the MLP."""
+
+    def __call__(self, x: Tensor, mlp_output: Tensor, step: StepInputs) -> Tensor:
+        """Return the sum of the norms of the outputs of MLP and experts, ``[T, E]``.
+
+        ``x [T, E]`` is the residual stream before the feed-forward layer.
+        """
+        before, after = self.norms
+        y = self.experts.mix(self.router_norm(x, step), before(x, step), step)
+        return step.ops.add(self.mlp_norm(mlp_output, step), after(y, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Block:
+    """Attention, feed-forward layer and per-layer input, each with norms. The block scales its output."""
+
+    attention_norms: tuple[Norm, Norm]
+    attention: Gemma4Attention
+    mlp_norms: tuple[Norm, Norm]
+    mlp: GatedMLP
+    experts: ExpertLayer | None
+    layer_input: LayerInput | None
+    output_scale: float
+
+    def __call__(
+        self, x: Tensor, per_layer: Tensor | None, rows: Sequence[RotaryRows], step: StepInputs
+    ) -> Tensor:
+        """``x [T, E]`` and the block's per-layer embeddings ``[T, P]``, if any -> ``[T, E]``."""
+        before, after = self.attention_norms
+        attended = after(self.attention(before(x, step), rows, step), step)
+        before, after = self.mlp_norms
+        normalized, x = before.add(attended, x, step)
+        y = self.mlp(normalized, step)
+        if self.experts is not None:
+            y = self.experts(x, y, step)
+        x = step.ops.add(after(y, step), x)
+        if self.layer_input is not None:
+            assert per_layer is not None
+            x = step.ops.add(self.layer_input(x, per_layer, step), x)
+        return x if self.output_scale == 1 else step.ops.scale(x, self.output_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerEmbedding:
+    """Computes the additional inputs of all blocks from token ids and embeddings."""
+
+    embedding: Embedding  # [Q] -> [Q, L P]
+    projection: Linear  # [E] -> [L P]
+    projection_scale: float
+    norm: Norm  # [P]
+    layers: int
+    rows: Tensor | None  # [V, 1] int64
+    """The row of `embedding` for each token id. None if the row is the token id."""
+
+    def __call__(self, tokens: Tensor, x: Tensor, step: StepInputs) -> Tensor:
+        """Return the per-layer embeddings ``[T, L, P]`` of ``tokens [T]`` with embeddings ``x [T, E]``."""
+        ops = step.ops
+        rows = tokens if self.rows is None else ops.take_rows(self.rows, tokens).view(-1)
+        projected = ops.scale(self.projection(x, step), self.projection_scale)
+        projected = self.norm(projected.view(len(x), self.layers, -1), step)
+        total = ops.add(projected.view(len(x), -1), self.embedding(rows, step))
+        return ops.scale(total, 2**-0.5).view(len(x), self.layers, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Network:
+    """Embedding, per-layer embeddings, blocks, final norm and head."""
+
+    embedding: Embedding
+    per_layer: PerLayerEmbedding | None
+    rotaries: tuple[Rotary, ...]
+    blocks: tuple[Gemma4Block, ...]
+    norm: Norm
+    head: Head
+
+    @property
+    def is_length_dependent(self) -> bool:
+        """Whether the angles of a rotary embedding depend on the sequence length."""
+        return any(rotary.is_length_dependent for rotary in self.rotaries)
+
+    def __call__(
+        self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
+
+        ``input_embeds`` has the indices ``[P]`` of rows and their embeddings ``[P, E]``, which replace the
+        embeddings of the tokens.
+        """
+        x = self.embedding(tokens, step, input_embeds)  # [T, E]
+        per_layer = None if self.per_layer is None else self.per_layer(tokens, x, step)
+        rows = [rotary.rows(step) for rotary in self.rotaries]
+        for layer, block in enumerate(self.blocks):
+            x = block(x, None if per_layer is None else per_layer[:, layer], rows, step)
+            beat()
+        return x, self.norm(x, step)
