@@ -51,7 +51,7 @@ class Experts:
         logits = self.router(ops.widen(router_input) if self.is_router_float32 else router_input, step)
         topk_weights, topk_ids = ops.route(logits, self.top_k, self.routing, self.correction_bias)
         if self.output_scales is not None:
-            scales = ops.take_rows(self.output_scales, topk_ids.view(-1))  # [T top_k, 1]
+            scales = ops.embedding(topk_ids.reshape(-1), self.output_scales)  # [T top_k, 1]
             topk_weights = ops.multiply(topk_weights, scales.view(len(x), self.top_k))
         y = ops.experts(x, self.packed, topk_weights, topk_ids, self.activation, lora=step.lora)
         return y if self.packed.ranks is None else ops.all_reduce(y, self.packed.ranks)

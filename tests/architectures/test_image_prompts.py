@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from penstock.architectures.gemma3.media import Gemma3Family
+from penstock.architectures.gemma4.media import Gemma4Family
 from penstock.architectures.idefics3.media import Idefics3Family
 from penstock.architectures.qwen2_5_vl.media import QwenVisionFamily
 from penstock.architectures.qwen3_vl.media import Qwen3VisionFamily
@@ -148,6 +149,31 @@ def test_prompts_of_gemma3_equal_transformers() -> None:
 def test_pan_and_scan_of_gemma3_is_refused() -> None:
     with pytest.raises(ConfigError, match="do_pan_and_scan"):
         Gemma3Family(HuggingFaceConfig({}), {"do_pan_and_scan": True}, str)
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high"])
+def test_prompts_of_gemma4_equal_transformers(detail: str) -> None:
+    from transformers import Gemma4Processor
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    special_tokens = {
+        "boi_token": "<|image>",
+        "image_token": "<|image|>",
+        "eoi_token": "<image|>",
+        "boa_token": "<|audio>",
+        "audio_token": "<|audio|>",
+        "eoa_token": "<audio|>",
+    }
+    tokenizer = make_tokenizer(list(special_tokens.values()), **special_tokens)
+    max_tokens = {"auto": 280, "low": 70, "high": 1120}[detail]
+    images = Gemma4ImageProcessorPil(max_soft_tokens=max_tokens)
+    processor = Gemma4Processor(None, images, tokenizer, None)
+    keys = {"boi_token": "boi_token_id", "image_token": "image_token_id", "eoi_token": "eoi_token_id"}
+    ids = {key: tokenizer.convert_tokens_to_ids(special_tokens[name]) for name, key in keys.items()}
+    family = Gemma4Family(HuggingFaceConfig(ids), {}, tokenizer.convert_ids_to_tokens)
+    assert family.processor_options(detail).get("max_soft_tokens", 280) == max_tokens
+    prompt_tokens = prompt_ids(family, images, tokenizer, "a {}b{} c\n{}")
+    assert prompt_tokens == reference_ids(processor, "a {}b{} c\n{}", "<|image|>")
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VLProcessor", "Qwen3VLProcessor"])

@@ -12,7 +12,12 @@ import torch
 from support.checkpoints import DECODERS, transformers_logits, write_checkpoint
 from support.pipeline_steps import append_token, make_context, open_pipeline, random_tokens, step_logits
 
-from penstock.architectures.gemma4_text.network import Gemma4Attention
+from penstock.architectures.gemma4_text.network import (
+    ExpertLayer,
+    Gemma4Attention,
+    Gemma4Block,
+    Gemma4Network,
+)
 from penstock.kernels import XIELU, Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
 from penstock.nn import (
@@ -28,6 +33,7 @@ from penstock.nn import (
     Linear,
     LinearAttention,
     ParallelBlock,
+    RMSNorm,
     RotaryConfig,
 )
 from penstock.pipelines import TextGenerationPipeline
@@ -266,6 +272,45 @@ def mutate_linear_attention(**parts: Callable[[Any], Any]) -> Callable[[Any], An
     return mutate_blocks(mutate)
 
 
+def mutate_gemma4_attention(change: Callable[[Gemma4Attention], Gemma4Attention]) -> Callable[[Any], Any]:
+    """Return a function that mutates the attention of a Gemma 4 block."""
+
+    def mutate(block: Any) -> Any:
+        attention = block.attention
+        if not isinstance(attention, Gemma4Attention):
+            return block
+        changed_attention = change(attention)
+        return block if changed_attention is attention else replace(block, attention=changed_attention)
+
+    return mutate_blocks(mutate)
+
+
+def read_keys_of_another_layer(attention: Gemma4Attention) -> Gemma4Attention:
+    """Read the keys and values of the layer of the same type before the source of a layer without its own."""
+    return replace(attention, layer=attention.layer - 2) if attention.is_kv_shared else attention
+
+
+def mutate_gemma4_blocks(**parts: Any) -> Callable[[Any], Any]:
+    """Return a function that replaces fields of Gemma 4's blocks."""
+    return mutate_blocks(lambda block: replace(block, **parts) if isinstance(block, Gemma4Block) else block)
+
+
+def mutate_gemma4_experts(change: Callable[[ExpertLayer], ExpertLayer]) -> Callable[[Any], Any]:
+    """Return a function that mutates the experts of Gemma 4's blocks."""
+    return mutate_blocks(
+        lambda block: (
+            replace(block, experts=change(block.experts)) if isinstance(block, Gemma4Block) else block
+        )
+    )
+
+
+def drop_per_layer_token_embeddings(network: Any) -> Any:
+    if not isinstance(network, Gemma4Network):
+        return None
+    embedding = replace(network.per_layer.embedding, scale=0.0)
+    return replace(network, per_layer=replace(network.per_layer, embedding=embedding))
+
+
 def drop_head_bias(network: Any) -> Any:
     packed_weight = network.head.linear.packed
     if packed_weight.bias is None:
@@ -301,6 +346,22 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "convolution reversed": mutate_linear_attention(convolution=lambda weight: weight.flip(0)),
     "decay of the state dropped": mutate_linear_attention(decay=torch.zeros_like),
     "gates swapped": mutate_linear_attention(gates=lambda gates: SwappedHalves(gates)),
+    "value norm doubled": mutate_gemma4_attention(
+        lambda attention: replace(attention, v_norm=RMSNorm(2 * attention.v_norm.weight, 1e-6))
+    ),
+    "keys of another layer": mutate_gemma4_attention(read_keys_of_another_layer),
+    "output scale of blocks set to 1": mutate_gemma4_blocks(output_scale=1.0),
+    "per-layer inputs dropped": mutate_gemma4_blocks(layer_input=None),
+    "experts beside the MLP dropped": mutate_gemma4_blocks(experts=None),
+    "router scale set to 1": mutate_gemma4_experts(
+        lambda experts: replace(
+            experts, router_norm=RMSNorm(torch.ones_like(experts.router_norm.weight), 1e-6)
+        )
+    ),
+    "output scales of experts dropped": mutate_gemma4_experts(
+        lambda experts: replace(experts, experts=replace(experts.experts, output_scales=None))
+    ),
+    "per-layer embeddings of tokens dropped": drop_per_layer_token_embeddings,
     "head bias dropped": drop_head_bias,
     "bias of the final norm set to 0": set_final_norm_bias_to_zero,
     "query norm dropped": replace_attention_parts(q_norm=None),

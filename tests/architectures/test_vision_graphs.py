@@ -23,7 +23,7 @@ from penstock.pipelines.core import ImageMetadata, TextAndVisionContext
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
-EAGER_FAMILIES = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+EAGER_FAMILIES = ("gemma3", "gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 """Families whose prompts run eagerly because of bidirectional spans or multimodal rotary embeddings."""
 
 VISION_FAMILIES = [

@@ -19,6 +19,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("idefics3", {"vision_config": {"num_attention_heads": 5}}, "5 heads do not divide hidden_size 48"),
     ("gemma3", {"text_config": {"attn_logit_softcapping": 30.0}}, "attn_logit_softcapping"),
     ("gemma3", {"text_config": {"use_bidirectional_attention": True}}, "use_bidirectional_attention"),
+    ("gemma4", {"text_config": {"use_bidirectional_attention": "all"}}, "use_bidirectional_attention"),
+    ("gemma4", {"vision_config": {"num_key_value_heads": 1}}, "num_key_value_heads: must be 3"),
+    ("gemma4", {"vision_config": {"attention_bias": True}}, "attention_bias: must be false"),
+    ("gemma4", {"vision_config": {"head_dim": 18}}, "must be a multiple of 4, was 18"),
     ("qwen2_5_vl", {"text_config": {"model_type": "qwen2"}}, "must be qwen2_5_vl_text, was 'qwen2'"),
     (
         "qwen2_5_vl",

@@ -203,7 +203,7 @@ def qwen_prompt(
 def gemma4_prompt(
     config: dict[str, Any],
     text: Sequence[Sequence[int]] = PROMPT_TEXTS,
-    grids: Sequence[tuple[int, int]] = ((4, 6), (10, 8)),
+    grids: Sequence[tuple[int, int]] = ((2, 8), (4, 4)),
 ) -> VisionPrompt:
     """Return a prompt with two images of different shapes, or with one if ``text`` has two parts."""
     token, vision = config["image_token_id"], config["vision_config"]

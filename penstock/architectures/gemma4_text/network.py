@@ -126,7 +126,7 @@ class PerLayerEmbedding:
     def __call__(self, tokens: Tensor, x: Tensor, step: StepInputs) -> Tensor:
         """Return the per-layer embeddings ``[T, L, P]`` of ``tokens [T]`` with embeddings ``x [T, E]``."""
         ops = step.ops
-        rows = tokens if self.rows is None else ops.take_rows(self.rows, tokens).view(-1)
+        rows = tokens if self.rows is None else ops.embedding(tokens, self.rows).view(-1)
         projected = ops.scale(self.projection(x, step), self.projection_scale)
         projected = self.norm(projected.view(len(x), self.layers, -1), step)
         total = ops.add(projected.view(len(x), -1), self.embedding(rows, step))
