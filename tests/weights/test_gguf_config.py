@@ -12,6 +12,7 @@ import torch
 from gguf import GGUFWriter
 from support.gguf_files import add_metadata, write_and_close
 
+from penstock.architectures.gemma4_text.config import layer_configs, rotary_configs
 from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.config import HuggingFaceConfig, PipelineConfig
 from penstock.errors import CheckpointError
@@ -148,6 +149,92 @@ class TestFamilies:
             ("linear", 5e5),
             ("default", 77.0),
         ]
+
+
+GEMMA4_SIZES = {
+    "block_count": 4,
+    "attention__head_count": 8,
+    "attention__head_count_kv": [4, 2, 4, 2],
+    "attention__key_length": 32,
+    "attention__value_length": 32,
+    "attention__key_length_swa": 16,
+    "attention__sliding_window": 64,
+    "attention__sliding_window_pattern": [True, False, True, False],
+    "attention__shared_kv_layers": 2,
+    "feed_forward_length": [96, 96, 192, 192],
+    "embedding_length_per_layer_input": 24,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_TENSORS = {
+    "per_layer_token_embd.weight": np.zeros((10, 96), np.float32),
+    "rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32),
+}
+
+
+class TestGemma4:
+    """Settings of single layers in Gemma 4."""
+
+    def test_layers_have_their_own_sizes(self, tmp_path: Path) -> None:
+        tensors = GEMMA4_TENSORS | {"blk.1.attn_v.weight": np.zeros((64, 64), np.float32)}
+        config = HuggingFaceConfig.from_checkpoint(
+            write_gguf_file(tmp_path, "gemma4", tensors=tensors, **GEMMA4_SIZES)
+        )
+        layers = layer_configs(config)
+        assert [layer.kv_heads for layer in layers] == [4, 2, 4, 2]
+        assert [layer.head_dim for layer in layers] == [16, 32, 16, 32]
+        assert [layer.window for layer in layers] == [64, None, 64, None]
+        assert [layer.cache_layer for layer in layers] == [0, 1, 0, 1]
+        assert not any(layer.are_values_keys for layer in layers)
+        assert config.flag("use_double_wide_mlp")
+        assert (config.integer("intermediate_size"), config.integer("vocab_size_per_layer_input")) == (96, 10)
+        full_rotary, sliding_rotary = rotary_configs(config, layers)
+        assert (full_rotary.kind, full_rotary.parameters["partial_rotary_factor"]) == ("proportional", 0.25)
+        assert (full_rotary.base, sliding_rotary.base) == (1_000_000.0, 10_000.0)
+
+    def test_values_are_keys_without_a_value_projection(self, tmp_path: Path) -> None:
+        changes = {
+            "attention__shared_kv_layers": 0,
+            "feed_forward_length": 96,
+            "embedding_length_per_layer_input": 0,
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 48,
+        }
+        file = write_gguf_file(
+            tmp_path,
+            "gemma4",
+            tensors={"blk.0.attn_v.weight": np.zeros((64, 64), np.float32)},
+            **GEMMA4_SIZES | changes,
+        )
+        config = HuggingFaceConfig.from_checkpoint(file)
+        assert [layer.are_values_keys for layer in layer_configs(config)] == [False, True, False, True]
+        assert not config.flag("use_double_wide_mlp")
+        keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+        assert [config.integer(key) for key in keys] == [8, 2, 48]
+        assert rotary_configs(config, layer_configs(config))[0].parameters["partial_rotary_factor"] == 1
+
+    @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            ({"attention__shared_kv_layers": 4}, "shared_kv_layers must be a whole number below 4, was 4"),
+            ({"attention__head_count_kv": [4, 2]}, "head_count_kv must be a whole number .* array of 4"),
+            ({"attention__head_count_kv": [4, 2, 0, 2]}, "head_count_kv must be a whole number"),
+            ({"feed_forward_length": [96, 96, 96, 192]}, "feed_forward_length must be equal in all layers"),
+            ({"feed_forward_length": [96, 48, 192, 192]}, "feed_forward_length must be equal in all layers"),
+        ],
+    )
+    def test_invalid_sizes_are_refused(self, tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+        file = write_gguf_file(tmp_path, "gemma4", tensors=GEMMA4_TENSORS, **GEMMA4_SIZES | changes)
+        with pytest.raises(CheckpointError, match=problem):
+            gguf_config(file)
+
+    def test_other_frequency_factors_are_refused(self, tmp_path: Path) -> None:
+        factors = np.array([1.0] * 4 + [8.0] * 12, np.float32)
+        file = write_gguf_file(
+            tmp_path, "gemma4", tensors=GEMMA4_TENSORS | {"rope_freqs.weight": factors}, **GEMMA4_SIZES
+        )
+        with pytest.raises(CheckpointError, match="factors other than 1 and no rotation"):
+            gguf_config(file)
 
 
 class TestRope:

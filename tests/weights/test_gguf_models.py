@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,12 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
     original_weights, converted_weights = Weights.open(checkpoint), Weights.open(file)
     tied_names = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
     names_in_metadata = {name for name in original_weights.names if ".act_fn." in name}
-    assert set(converted_weights.names) == set(original_weights.names) - tied_names - names_in_metadata
-    for name in converted_weights.names:
+    # Some checkpoints stack the matrices of experts, which are separate in the file. Only the logits are
+    # compared for these matrices.
+    stacked_names = {name for name in original_weights.names if re.search(r"\.experts\.\w+_proj$", name)}
+    names = {name for name in converted_weights.names if not stacked_names or ".experts." not in name}
+    assert names == set(original_weights.names) - tied_names - names_in_metadata - stacked_names
+    for name in names:
         shape = original_weights.shape(name)
         torch.testing.assert_close(
             converted_weights.tensor(name, shape), original_weights.tensor(name, shape), atol=3e-7, rtol=0
@@ -102,7 +107,8 @@ def test_tensors_and_logits_equal_those_of_the_checkpoint(family: str, tmp_path:
                 for weights in (converted_weights, original_weights)
             ]
             torch.testing.assert_close(*rows_of_both, atol=3e-7, rtol=0)
-    converted_weights.finish()
+    if not stacked_names:
+        converted_weights.finish()
     torch.testing.assert_close(compute_logits(file), compute_logits(checkpoint), atol=1e-4, rtol=0)
 
 

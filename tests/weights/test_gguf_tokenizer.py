@@ -16,7 +16,7 @@ from support.gguf_files import (
     tokenizer_metadata,
     write_and_close,
 )
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from penstock.errors import CheckpointError
 from penstock.pipelines import TextTokenizer
@@ -127,6 +127,33 @@ PIECES = [
     *((f"<0x{byte:02X}>", 0.0) for byte in range(256)),
     *((piece, -float(rank)) for rank, piece in enumerate(["▁a", "ab", "abc", "bc", "▁", "a", "b", "c"])),
 ]
+
+
+def test_a_sentencepiece_tokenizer_with_merges_equals_the_original(tmp_path: Path) -> None:
+    """Gemma 4's files list the merges. The scores contradict them and are not used."""
+    merges = [("b", "c"), ("▁", "a"), ("a", "bc"), ("\n", "\n"), ("▁a", "bc")]
+    vocabulary = {piece: index for index, (piece, _) in enumerate(PIECES)}
+    for piece in ("\n", "\n\n", "▁abc", "<|turn>"):
+        vocabulary[piece] = len(vocabulary)
+    original_tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    original_tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    original_tokenizer.decoder = decoders.Sequence(steps)
+    original_tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|turn>"])
+    metadata = sentencepiece_metadata([(piece, -float(index)) for piece, index in vocabulary.items()])
+    metadata["tokenizer.ggml.token_type"][-1] = int(TokenType.CONTROL)
+    metadata |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
+    assert_tokenizers_are_equal(gguf_tokenizer, original_tokenizer)
+    assert gguf_tokenizer.encode("abc abc\n\n<|turn>é").tokens == [
+        *("abc", "▁abc", "\n\n", "<|turn>", "<0xC3>", "<0xA9>")
+    ]
 
 
 class TestScores:
@@ -285,7 +312,7 @@ def test_special_tokens_templates_and_limits_are_read(tmp_path: Path) -> None:
     [
         (
             {"tokenizer.ggml.model": "bert"},
-            "of the unsupported kind 'bert' .supported: gpt2, llama.: put the model's tokenizer.json",
+            "of the unsupported kind 'bert' .supported: gpt2, llama, gemma4.: put the model's tokenizer.json",
         ),
         (
             {"tokenizer.ggml.pre": "default"},

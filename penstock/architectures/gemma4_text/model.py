@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.architectures.decoder import kv_dtype
 from penstock.architectures.embedding_gemma2_text.network import LayerInput
@@ -117,7 +118,7 @@ def load_network(
         blueprint: sizes, options and tensor names.
         config: the configuration of the text model.
         max_length: the number of positions in the tables of the rotary embeddings.
-        placeholder_ids: the token ids of media. They have the per-layer embedding of the padding token.
+        placeholder_ids: the token ids that stand for media; see `Gemma4Network.embedded_ids`.
     """
     vocab_size, hidden, names = blueprint.vocab_size, blueprint.hidden, blueprint.names
     tied_head = names.head if blueprint.tied_head else None
@@ -125,7 +126,7 @@ def load_network(
     layers = layer_configs(config)
     return Gemma4Network(
         load_embedding(load, table, vocab_size, _rounded(load, blueprint.embedding_scale)),
-        _per_layer_embedding(load, blueprint, config, placeholder_ids),
+        _per_layer_embedding(load, blueprint, config),
         tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
         tuple(_block(load, blueprint, config, index, layer) for index, layer in enumerate(layers)),
         _norm(load, blueprint, names.norm_path, hidden),
@@ -133,7 +134,27 @@ def load_network(
             load.head(names.head, vocab_size, hidden, tied_to=table if blueprint.tied_head else None),
             soft_cap=blueprint.logit_soft_cap,
         ),
+        _embedded_ids(load, blueprint, config, placeholder_ids) if placeholder_ids else None,
     )
+
+
+def _embedded_ids(
+    load: Loader, blueprint: Blueprint, config: HuggingFaceConfig, placeholder_ids: Collection[int]
+) -> Tensor:
+    """Return `Gemma4Network.embedded_ids`.
+
+    Raises:
+        ConfigError: the vocabulary has no such placeholder or padding token.
+    """
+    pad_token_id = config.integer("pad_token_id", 0, minimum=0)
+    largest_id = max(pad_token_id, *placeholder_ids)
+    if largest_id >= blueprint.vocab_size:
+        raise ConfigError(
+            "vocab_size", f"is {blueprint.vocab_size}, but a placeholder or padding token has id {largest_id}"
+        )
+    ids = torch.arange(blueprint.vocab_size)[:, None]
+    ids[list(placeholder_ids)] = pad_token_id
+    return ids.to(load.device)
 
 
 def _rounded(load: Loader, scale: float) -> float:
@@ -151,7 +172,7 @@ def _per_layer_size(config: HuggingFaceConfig) -> int:
 
 
 def _per_layer_embedding(
-    load: Loader, blueprint: Blueprint, config: HuggingFaceConfig, placeholder_ids: Collection[int]
+    load: Loader, blueprint: Blueprint, config: HuggingFaceConfig
 ) -> PerLayerEmbedding | None:
     size = _per_layer_size(config)
     if not size:
@@ -159,18 +180,12 @@ def _per_layer_embedding(
     prefix, layers = blueprint.names.prefix, blueprint.layers
     num_rows = config.integer("vocab_size_per_layer_input", 262_144)
     table = load.table(f"{prefix}{_PER_LAYER_TABLE}", num_rows, layers * size)
-    rows = None
-    if placeholder_ids:
-        rows = torch.arange(blueprint.vocab_size)[:, None]
-        rows[list(placeholder_ids)] = config.integer("pad_token_id", 0, minimum=0)
-        rows = rows.to(load.device)
     return PerLayerEmbedding(
         load_embedding(load, table, num_rows, _rounded(load, size**0.5)),
         load.linear(f"{prefix}per_layer_model_projection", layers * size, blueprint.hidden),
         blueprint.hidden**-0.5,
         _norm(load, blueprint, f"{prefix}per_layer_projection_norm", size),
         layers,
-        rows,
     )
 
 

@@ -120,16 +120,13 @@ class PerLayerEmbedding:
     projection_scale: float
     norm: Norm  # [P]
     layers: int
-    rows: Tensor | None  # [V, 1] int64
-    """The row of `embedding` for each token id. None if the row is the token id."""
 
     def __call__(self, tokens: Tensor, x: Tensor, step: StepInputs) -> Tensor:
         """Return the per-layer embeddings ``[T, L, P]`` of ``tokens [T]`` with embeddings ``x [T, E]``."""
         ops = step.ops
-        rows = tokens if self.rows is None else ops.embedding(tokens, self.rows).view(-1)
         projected = ops.scale(self.projection(x, step), self.projection_scale)
         projected = self.norm(projected.view(len(x), self.layers, -1), step)
-        total = ops.add(projected.view(len(x), -1), self.embedding(rows, step))
+        total = ops.add(projected.view(len(x), -1), self.embedding(tokens, step))
         return ops.scale(total, 2**-0.5).view(len(x), self.layers, -1)
 
 
@@ -143,6 +140,9 @@ class Gemma4Network:
     blocks: tuple[Gemma4Block, ...]
     norm: Norm
     head: Head
+    embedded_ids: Tensor | None = None  # [V, 1] int64
+    """The token id whose embeddings are used for each token id: placeholders of media have the embeddings of
+    the padding token. None for a model without media."""
 
     @property
     def is_length_dependent(self) -> bool:
@@ -157,6 +157,8 @@ class Gemma4Network:
         ``input_embeds`` has the indices ``[P]`` of rows and their embeddings ``[P, E]``, which replace the
         embeddings of the tokens.
         """
+        if self.embedded_ids is not None:
+            tokens = step.ops.embedding(tokens, self.embedded_ids).view(-1)
         x = self.embedding(tokens, step, input_embeds)  # [T, E]
         per_layer = None if self.per_layer is None else self.per_layer(tokens, x, step)
         rows = [rotary.rows(step) for rotary in self.rotaries]
