@@ -480,6 +480,7 @@ TASKS = {
 GGUF_NAMES: Mapping[str, tuple[str, ...]] = {
     "gemma2": ("gemma2",),
     "gemma3_text": ("gemma3",),
+    "gemma4_text": ("gemma4",),
     "gpt2": ("gpt2",),
     "granite": ("granite",),
     "llama": ("llama",),

@@ -96,6 +96,11 @@ class Loader:
         """Return a weight that is not packed, such as an embedding table or the scale of a norm."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
+    def number(self, name: str, *shape: int) -> float:
+        """Return a tensor of one element as a number; 1 if the source has only the shapes of tensors."""
+        tensor = self.source.tensor(name, shape)
+        return 1.0 if tensor.is_meta else float(tensor)
+
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
         """Return the RMS norm called ``name``; ``offset`` is added to the stored weights."""
         if not offset:

@@ -28,7 +28,10 @@ MAX_ERROR = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
 the case ``int5`` layers count as narrow and are stored in 5 bits.
 """
 
-ERROR_FACTORS = {"llama4_text": 2, "phimoe": 3, "qwen3_5_text": 2, "qwen3_5_moe_text": 3, "qwen3_next": 3}
+ERROR_FACTORS = {
+    **dict.fromkeys(("gemma4_text", "llama4_text", "qwen3_5_text"), 2),
+    **dict.fromkeys(("phimoe", "qwen3_5_moe_text", "qwen3_next"), 3),
+}
 """Factors on the maximum error of some families.
 
 A rounding error can route a row to another expert. Norms enlarge errors of small outputs.

@@ -204,9 +204,10 @@ def test_logits_in_bfloat16_and_int8_are_close_to_transformers(
     pipeline = open_pipeline(family.folder, quantization_encoding=encoding)
     logits = forward_logits(pipeline, [family.prompt.context()])
     error = float((logits - family.logits).std() / family.logits.std())
-    if max_error is None:  # 1.5 times the error of transformers in bfloat16
+    if max_error is None:  # a multiple of the error of transformers in bfloat16
         reference_logits = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
-        max_error = 1.5 * float((reference_logits - family.logits).std() / family.logits.std())
+        factor = 2 if family.config["model_type"] == "gemma4" else 1.5
+        max_error = factor * float((reference_logits - family.logits).std() / family.logits.std())
     elif family.config["model_type"] in ("gemma4", "qwen3_5_moe"):
         max_error *= 1.5  # a rounding error can route a row to another expert
     assert error < max_error

@@ -32,7 +32,7 @@ def test_narrow_models_with_another_depth_generate_tokens(name: str, tmp_path: P
     count = TINY_CONFIGS[name][depth]
     keys_per_layer = {
         key for key, value in TINY_CONFIGS[name].items() if isinstance(value, list) and len(value) == count
-    }
+    } | {"num_kv_shared_layers"}
     config = {key: value for key, value in TINY_CONFIGS[name].items() if key not in keys_per_layer} | {
         depth: 5
     }

@@ -179,6 +179,8 @@ def test_an_adapter_on_an_int8_model_does_not_change_rows_without_an_adapter(che
 
 def test_input_embeddings_replace_the_embeddings_of_tokens(pipeline: TextGenerationPipeline) -> None:
     model: Any = pipeline.model
+    if getattr(model.network, "per_layer", None) is not None:
+        pytest.skip("the per-layer embeddings depend on the token ids")
     expected = step_logits(pipeline, [make_context(PROMPT)])[0]
     masked_positions = [5, 6, 20]
     table = model.network.embedding.table

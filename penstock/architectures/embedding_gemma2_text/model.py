@@ -181,7 +181,7 @@ def _block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str)
             _norm(load, config, f"{name}.ple_block.post_per_layer_input_norm", hidden),
             activation,
         ),
-        float(load.source.tensor(f"{name}.layer_scalar", (1,))),
+        load.number(f"{name}.layer_scalar", 1),
     )
 
 

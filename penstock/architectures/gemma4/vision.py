@@ -283,9 +283,7 @@ def _attention(
 
 def _clipped(load: Loader, name: str, linear: Linear) -> ClippedLinear:
     low_input, high_input, low_output, high_output = (
-        float(load.source.tensor(f"{name}.{side}_{bound}", ()))
-        for side in ("input", "output")
-        for bound in ("min", "max")
+        load.number(f"{name}.{side}_{bound}") for side in ("input", "output") for bound in ("min", "max")
     )
     return ClippedLinear(linear, (low_input, high_input), (low_output, high_output))
 

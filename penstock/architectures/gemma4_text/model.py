@@ -217,7 +217,7 @@ def _block(
         GatedMLP.load(load, f"{name}.mlp", hidden, blueprint.inner * (2 if is_wide else 1), activation),
         _experts(load, blueprint, config, name) if config.flag("enable_moe_block") else None,
         layer_input,
-        float(load.source.tensor(f"{name}.layer_scalar", (1,))),
+        load.number(f"{name}.layer_scalar", 1),
     )
 
 
