@@ -117,7 +117,7 @@ def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str,
     scalar_values = {
         key: value
         for key, value in tiny_config.items()
-        if not (isinstance(value, list) and len(value) == depth)
+        if key not in _LAYER_KEYS and not (isinstance(value, list) and len(value) == depth)
     }
     layer_values = {key: config[key] for key in _LAYER_KEYS if key in config}
     lengths = {
