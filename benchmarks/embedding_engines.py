@@ -7,7 +7,8 @@ to length 1. Each engine has the settings that its documentation recommends for 
   texts of a batch are padded to the length of its longest text.
 - OpenVINO int8: NNCF quantizes the float32 ONNX model with the activation statistics of 300 texts. A single
   text runs with the hint LATENCY. A list runs with the hint THROUGHPUT in an asynchronous queue.
-- llama.cpp: one batch of 2048 tokens holds several texts. The model is a GGUF file, for example in Q8_0.
+- llama.cpp: one batch holds several texts, with at most 2048 tokens or the context length of the model,
+  whichever is less. The model is a GGUF file, for example in Q8_0.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def llama_cpp_engine(_: str, path: str) -> Embed:
         path,
         embedding=True,
         pooling_type=llama_cpp.LLAMA_POOLING_TYPE_MEAN,
-        n_ctx=0,  # 0: the context length of the model, because shorter contexts refuse long texts
+        n_ctx=0,  # 0: the context length of the model, because texts longer than the context are truncated
         n_batch=2048,
         n_ubatch=2048,
         n_threads=num_threads(),

@@ -1,20 +1,22 @@
 """Compare decoding without and with n-gram speculation. The methods alternate (A B C A B C).
 
     python benchmarks/speculation.py                       # a Llama with 134 M random parameters, bfloat16
-    python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
+    python benchmarks/speculation.py --rounds 3 --batch 1 8 --json out.json
 
 A model with random weights does not generate text that repeats its prompt. Therefore the benchmark forces an
-answer: after each forward, it raises the logit of the answer's next token above all others. Forcing disables
-several decode steps per call. Forward, sampling and bookkeeping run as usual. Workloads:
+answer: after each forward, it raises the logit of the answer's next token above all others. With forcing,
+each call of the model runs only one decode step. Forward, sampling and bookkeeping run as usual. Workloads:
 
     edit       prompt: a source file of this package; answer: the same file with one class renamed
     summary    prompt: the start of a page of the documentation; answer: every third sentence of it
-    unrelated  prompt: the start of the page of summary; answer: another page. The cost if few n-grams match
+    unrelated  prompt: the same start of a page; answer: another page. This workload measures the cost of
+               drafting if few n-grams match
 
 Methods: ``plain`` without speculation, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
 draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, including prefill. Speeds and
-ratios are medians; acceptance rate and tokens per step are of the last round. Compare the ratios, because
-absolute times vary with the load of the machine, which should be idle.
+ratios are medians; acceptance rate and tokens per verified step (a step with at least one draft token) are of
+the last round. Compare the ratios, because absolute times vary with the load of the machine, which should be
+idle.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", choices=list(texts()), default=list(texts()))
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--new", type=int, default=200, help="maximum number of answer tokens")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds, each with one run of every method"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,13 +70,13 @@ def main() -> None:
         report: dict[str, Any] = {
             "machine": describe_machine(),
             "shape": options.shape,
-            "pairs": options.pairs,
+            "rounds": options.rounds,
             "rows": [],
         }
-        print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs", flush=True)
+        print(f"{report['machine']}\n{options.shape}, bfloat16, {options.rounds} rounds", flush=True)
         for work in options.works:
             for batch in options.batch:
-                row = compare(llm, work, batch, options.new, options.pairs)
+                row = compare(llm, work, batch, options.new, options.rounds)
                 report["rows"].append(row)
                 print(row_line(row), flush=True)
                 if options.json:
@@ -86,7 +90,8 @@ def row_line(row: dict[str, Any]) -> str:
         figures = row[method]
         line += (
             f"   {method} x{figures['ratio']:.2f} ({figures['lowest']:.2f} to {figures['highest']:.2f}), "
-            f"{figures['acceptance_rate']:.0%} accepted, {figures['mean_tokens']:.1f} tokens per step"
+            f"{figures['acceptance_rate']:.0%} accepted, "
+            f"{figures['mean_tokens']:.1f} tokens per verified step"
         )
     return line
 
@@ -148,7 +153,7 @@ def forced_runs(
         return seconds, pipeline.speculation_stats
 
     model.execute = execute_with_forced_logits  # type: ignore[method-assign]
-    # Disable several steps per call: they sample from the model's own logits.
+    # Disable several decode steps in one call, because they sample from the logits of the model itself.
     model.execute_steps = lambda *_: None  # type: ignore[method-assign]
     return run
 
@@ -159,14 +164,14 @@ def texts() -> dict[str, tuple[str, str]]:
     page, other_page = (
         (ROOT / "docs" / name).read_text() for name in ("architecture.md", "compatibility.md")
     )
-    sentences = re.split(r"(?<=[.:])\s+", page[:3000])
+    sentences = re.split(r"(?<=[.:])\s+", page[:1500])
     return {
         "edit": (
             code + "\n# The same with DType renamed to ElementType:\n",
             code.replace("DType", "ElementType"),
         ),
-        "summary": (page[:3000] + "\n\nIn short:\n\n", " ".join(sentences[::3])),
-        "unrelated": (page[:3000], other_page),
+        "summary": (page[:1500] + "\n\nIn short:\n\n", " ".join(sentences[::3])),
+        "unrelated": (page[:1500], other_page),
     }
 
 

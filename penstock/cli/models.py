@@ -32,13 +32,18 @@ class ModelFlag:
     path: str | None
     """None if the environment, the configuration file or the default sets the model."""
     settings: Mapping[str, str]
-    """Flat name of a setting -> its text in this flag. These settings override the common flags."""
+    """Name of a setting, with ``_`` instead of ``-`` -> its text in this flag.
+
+    These settings override the common flags.
+    """
     memory: int | None = None
     """Bytes that the model may use; None if the flag does not set them."""
 
 
 def parse_model(text: str) -> ModelFlag:
-    """Parse ``PATH,setting=value,...``. A setting is a flat name of the configuration, or ``memory``.
+    """Parse ``PATH,setting=value,...``.
+
+    ``setting`` is the name of a setting in docs/configuration.md, with ``-`` or ``_``, or ``memory``.
 
     >>> parse_model("./a,served-model-name=small,devices=gpu:0,1").settings
     {'served_model_name': 'small', 'devices': 'gpu:0,1'}

@@ -178,7 +178,7 @@ class KVCache(Protocol):
         """
         ...
 
-    def prefault_next(self) -> bool:
+    def prefault_next_pages(self) -> bool:
         """Allocate memory pages of some blocks that are used next. An idle worker calls this method.
 
         Returns:
@@ -262,7 +262,7 @@ class NullKVCache:
     def discard_storage(self) -> None:
         return
 
-    def prefault_next(self) -> bool:
+    def prefault_next_pages(self) -> bool:
         return False
 
     def check_integrity(self) -> None:

@@ -254,7 +254,7 @@ class KVCacheManager(PrefixCacheControls):
             self._states.discard()
         self.forget_prefixes()
 
-    def prefault_next(self) -> bool:
+    def prefault_next_pages(self) -> bool:
         return self._prefault.populate_next()
 
     def inputs(

@@ -105,7 +105,10 @@ class OutputOptions:
 
     @property
     def num_top_tokens(self) -> int:
-        """The number of top tokens that contexts report; 0 if none are needed."""
+        """The number of top tokens per position that contexts report.
+
+        The number is at least 1 if log probabilities are needed, otherwise 0.
+        """
         if self.logprobs is None and self.prompt_logprobs is None and self.best_of is None:
             return 0
         return max(self.logprobs or 0, self.prompt_logprobs or 0, 1)

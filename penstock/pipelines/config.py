@@ -1,4 +1,4 @@
-"""Re-exports names of `penstock.config`, resolved on first use: importing this module loads no torch."""
+"""Re-exports names of `penstock.config`, each imported on first use. Neither module loads torch."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         Returns:
             Whether more parts may remain.
         """
-        return self.kv.prefault_next()
+        return self.kv.prefault_next_pages()
 
     @property
     def outputs(self) -> tuple[str, ...]:

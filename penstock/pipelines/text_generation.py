@@ -291,7 +291,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def prepare_next(self) -> bool:
         if self.model.pack_pending() or super().prepare_next():
             return True
-        return self.proposer is not None and self.proposer.prefault_next()
+        return self.proposer is not None and self.proposer.prefault_next_pages()
 
     def pack_all_pending(self) -> None:
         """Pack all lazily packed weights, for example before a measurement."""

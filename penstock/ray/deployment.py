@@ -140,9 +140,9 @@ def ingress_options(serve: ServeConfig, ray: RayConfig) -> dict[str, object]:
 
 
 def max_outstanding(serve: ServeConfig, ray: RayConfig) -> int:
-    """Return the maximum number of running and waiting requests in all replicas.
+    """Return the maximum number of running and waiting requests of one HTTP process, in all replicas.
 
-    The server refuses further requests.
+    The process refuses further requests.
     """
     queue = serve.max_queue_size or max(4 * ray.ray_max_requests, _MIN_QUEUE_SIZE)
     return ray.max_replicas * ray.ray_max_requests + queue

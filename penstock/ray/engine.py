@@ -96,7 +96,7 @@ class RayEngine:
 
     Args:
         replicas: the replicas.
-        max_outstanding: maximum number of running and waiting requests.
+        max_outstanding: maximum number of running and waiting requests of this HTTP process.
         num_ingresses: the number of HTTP processes that send requests to the same replicas.
     """
 
@@ -104,7 +104,7 @@ class RayEngine:
         self._replicas = replicas
         self._choice = ReplicaChoice(num_ingresses)
         self.max_outstanding = max_outstanding
-        """The maximum number of running and waiting requests."""
+        """The maximum number of running and waiting requests of this HTTP process."""
         self.state: EngineState = "starting"
         """The state of the engine. It is ``ready`` between `start` and `stop`."""
         self.adapters: dict[str, str] = {}

@@ -110,7 +110,8 @@ class Ingress:
         engine_handle: the ``DeploymentHandle`` of the deployment whose replicas run the model.
         config: the configuration of the model.
         serve_config: the configuration of the server.
-        max_outstanding: maximum number of running and waiting requests.
+        max_outstanding: maximum number of running and waiting requests of one replica of the HTTP
+            deployment.
         num_ingresses: the number of replicas of the HTTP deployment.
     """
 

@@ -106,9 +106,9 @@ class ServeConfig:
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Maximum number of objects, arrays and keys in a request body. Array elements and object members "
-        "have a separate limit: this number or, if more, 4 times the maximum length in tokens "
-        "(max-inputs-per-request times for models without text generation).",
+        "Maximum number of objects, arrays and keys in a request body. The total number of array elements "
+        "and object members has a second limit: the larger of this number and 4 times the maximum length in "
+        "tokens. For models without text generation, the factor is max-inputs-per-request instead of 4.",
     )
     body_timeout: float = setting(
         60.0,
@@ -119,8 +119,8 @@ class ServeConfig:
         None,
         COUNT,
         "Maximum number of waiting requests of each worker; each choice counts as a request. Default: 4 "
-        "times max-batch-size, at least 64. With Ray, the limit applies to all replicas together; its "
-        "default is 4 times ray-max-requests, at least 64.",
+        "times max-batch-size, at least 64. With Ray, each HTTP process applies the limit to its own "
+        "requests to all replicas together; the default is 4 times ray-max-requests, at least 64.",
     )
     max_choices_per_request: int | None = setting(
         None,

@@ -163,7 +163,8 @@ def _gemma3(keys: GGUFKeys) -> dict[str, object]:
 
 def _gemma2_or_3(keys: GGUFKeys, num_layers_27b: int) -> dict[str, object]:
     config = decoder_config(keys)
-    # The metadata have no key for query_pre_attn_scalar, which is the head size, except in the 27B models.
+    # query_pre_attn_scalar has no key of its own. It is attention.scale ** -2 if the file has this key.
+    # Otherwise it is the head size, or in the 27B models the hidden size divided by the number of heads.
     scalar: float = keys.head_dim
     if keys.count("block_count") == num_layers_27b:
         scalar = keys.count("embedding_length") // keys.count("attention.head_count")

@@ -26,7 +26,7 @@ def test_the_collector_state_is_restored(was_enabled: bool) -> None:
         assert not gc.isenabled()
         with gc_disabled():
             assert not gc.isenabled()
-        assert not gc.isenabled(), "the end of the inner block does not enable the collector"
+        assert not gc.isenabled(), "the end of the inner block enabled the collector"
     assert gc.isenabled() == was_enabled
 
 

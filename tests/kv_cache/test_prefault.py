@@ -66,22 +66,22 @@ def use_blocks(manager: KVCacheManager, count: int, token: int = 1) -> TextConte
 
 
 def populate_all(manager: KVCacheManager) -> int:
-    """Call `prefault_next` as an idle worker does. Return the number of calls that allocated pages."""
+    """Call `prefault_next_pages` as an idle worker does. Return the number of calls that allocated pages."""
     count = 0
-    while manager.prefault_next():
+    while manager.prefault_next_pages():
         count += 1
-        assert count < 100, "prefault_next does not end"
+        assert count < 100, "prefault_next_pages does not end"
     return count
 
 
 def test_pages_of_the_next_blocks_are_allocated_layer_by_layer(manager: KVCacheManager) -> None:
     assert not any(is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3))
-    assert manager.prefault_next()
+    assert manager.prefault_next_pages()
     assert [is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3)].count(True) == 1
     assert populate_all(manager) == 2
     assert all(is_populated(manager, layer, 1, 1 + NUM_AHEAD) for layer in range(3))
     assert not has_populated_later_blocks(manager)
-    assert not manager.prefault_next()
+    assert not manager.prefault_next_pages()
 
 
 def test_more_pages_are_allocated_when_half_of_the_prefaulted_blocks_are_used(
@@ -110,7 +110,7 @@ def test_pages_of_all_blocks_can_be_allocated(manager: KVCacheManager) -> None:
         use_blocks(manager, 40, token)
     populate_all(manager)
     assert is_populated(manager, 0, 1, NUM_BLOCKS)
-    assert not manager.prefault_next()
+    assert not manager.prefault_next_pages()
 
 
 def test_prefaulting_keeps_the_contents_of_blocks(manager: KVCacheManager) -> None:
@@ -137,8 +137,8 @@ def test_prefaulting_ends_at_once_without_the_system_call(
     manager: KVCacheManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
-    assert not manager.prefault_next()
-    assert not manager.prefault_next()
+    assert not manager.prefault_next_pages()
+    assert not manager.prefault_next_pages()
 
 
 def test_a_block_larger_than_the_limit_is_prefaulted_alone(monkeypatch: pytest.MonkeyPatch) -> None:

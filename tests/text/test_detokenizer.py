@@ -256,7 +256,9 @@ def test_text_continues_from_the_end_of_the_prompt(name: str, shared_data: Path)
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if "bert" not in name])
 @pytest.mark.parametrize("prompt", ["Once upon a time", "a ", "line\n", "caf\u00e9", "\u6f22\u5b57"])
-def test_output_text_equals_the_suffix_of_transformers(name: str, prompt: str, shared_data: Path) -> None:
+def test_output_text_equals_the_text_that_transformers_decodes_after_the_prompt(
+    name: str, prompt: str, shared_data: Path
+) -> None:
     reference = load_transformers_tokenizer(shared_data / name)
     tokenizer = load_tokenizer(shared_data / name)
     ids = reference(prompt).input_ids

@@ -93,7 +93,7 @@ def test_a_string_without_tokens_has_no_sequences() -> None:
     assert stop_sequences("x", lambda texts: [[] for _ in texts], lambda token_id: b"") == []
 
 
-async def test_the_output_of_a_fake_pipeline_ends_at_the_stop_string() -> None:
+async def test_a_fake_pipeline_drops_the_token_that_completes_the_stop_string() -> None:
     tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("one END two")
     context = await tokenizer.new_context(TokenGeneratorRequest("1", 0, "fake", prompt="x", stop="END"))
     tokens = pipeline.execute({"1": context}, num_steps=20)["1"].tokens

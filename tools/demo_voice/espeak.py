@@ -15,7 +15,7 @@ _SYNCHRONOUS_RETRIEVAL = (
 )
 _RATE_PARAMETER = 1
 _SILENCE = 1e-3  # magnitude below which a sample counts as silence
-_MARGIN = 400  # samples of silence that are kept at both ends
+_MARGIN = 400  # samples of silence, at espeak-ng's rate, that are kept at both ends
 
 
 class Espeak:
@@ -54,7 +54,7 @@ class Espeak:
         return 0
 
     def __call__(self, text: str) -> Tensor:  # [S] float32 at SAMPLE_RATE
-        """Return the speech of a text, with at most `_MARGIN` samples of silence at each end."""
+        """Return the speech of a text, resampled after silence is cut to `_MARGIN` samples at each end."""
         self._received_chunks.clear()
         data = text.encode() + b"\0"
         self._library.espeak_Synth(data, ctypes.c_size_t(len(data)), 0, 1, 0, 1, None, None)

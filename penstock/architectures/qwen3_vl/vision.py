@@ -36,7 +36,7 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PatchMerger:
-    """A norm and a feed-forward layer that merge the patches of a square into one row."""
+    """A norm and a feed-forward layer that merge each square of ``merge_size**2`` patches into one row."""
 
     norm: LayerNorm
     mlp: MLP
@@ -69,8 +69,8 @@ class Qwen3Vision:
     blocks: tuple[VisionBlock, ...]
     merger: PatchMerger
     deepstack: tuple[tuple[int, PatchMerger], ...]
-    """Pairs of block index and merger, by block index. The merged output of the n-th of these blocks is added
-    to the output of decoder layer n.
+    """Pairs of block index and merger, ordered by block index. The merged output of the n-th of these blocks
+    is added to the output of decoder layer n.
     """
     sizes: GridSizes
     device: torch.device
@@ -174,7 +174,10 @@ class Qwen3Vision:
         """Return the learned positions ``[h w, E]`` of a grid, bilinearly interpolated."""
         height, width = grid
         table = self.position_table.float()
-        (top, bottom), (left, right) = _corners(height, len(table)), _corners(width, len(table))
+        (top, bottom), (left, right) = (
+            _neighbors_and_weights(height, len(table)),
+            _neighbors_and_weights(width, len(table)),
+        )
         corners = [
             (top[0][:, None], left[0], top[1][:, None] * left[1]),
             (top[0][:, None], right[0], top[1][:, None] * right[1]),
@@ -190,7 +193,7 @@ class Qwen3Vision:
         return order_by_square(interpolated, self.sizes.merge_size).to(self.position_table.dtype)
 
 
-def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _neighbors_and_weights(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the table indices below and above ``count`` evenly spaced points, each with its weight."""
     points = torch.linspace(0, side - 1, count)
     below = points.long()

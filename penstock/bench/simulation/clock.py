@@ -17,12 +17,12 @@ class Clock:
         self.now = 0.0
         """The virtual time, in seconds."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
+        self._event_numbers = count()
 
     def call_at(self, time: float, action: Callable[[], None]) -> None:
         """Call ``action`` at the virtual time ``time``, which must not be in the past."""
         assert time >= self.now, f"{time} is before {self.now}"
-        heapq.heappush(self._events, (time, next(self._numbers), action))
+        heapq.heappush(self._events, (time, next(self._event_numbers), action))
 
     def call_after(self, seconds: float, action: Callable[[], None]) -> None:
         """Call ``action`` after ``seconds`` of virtual time."""

@@ -148,8 +148,8 @@ class DraftModelProposer:
         self._states.clear()
         self.kv.discard_storage()
 
-    def prefault_next(self) -> bool:
-        return self.kv.prefault_next()
+    def prefault_next_pages(self) -> bool:
+        return self.kv.prefault_next_pages()
 
     # -- Draft states --------------------------------------------------------------------------------------
 

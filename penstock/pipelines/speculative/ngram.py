@@ -49,7 +49,7 @@ class NGramProposer:
     def discard_cache(self) -> None:
         return
 
-    def prefault_next(self) -> bool:
+    def prefault_next_pages(self) -> bool:
         return False
 
     def _updated_index(self, context: TextContext) -> _NGramIndex:

@@ -39,8 +39,8 @@ class DraftProposer(Protocol):
         """Return the memory of a KV cache to the system. No context may have a state."""
         ...
 
-    def prefault_next(self) -> bool:
-        """Allocate some pages of a KV cache, see `KVCache.prefault_next`. Return whether pages may remain."""
+    def prefault_next_pages(self) -> bool:
+        """Allocate pages of a KV cache, see `KVCache.prefault_next_pages`. Return whether pages may remain."""
         ...
 
 

@@ -14,7 +14,7 @@ from penstock.serve.api.usage import Usage
 from penstock.serve.http.sse import DONE, EventTemplate, OpenAIStream, event
 
 OBJECT_TYPE = "text_completion"
-PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
+PromptScoreEncoder: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
 """Function that encodes ``prompt_logprobs`` from the tokens of a prompt and their scores."""
 
 
@@ -37,8 +37,8 @@ class CompletionResponse(OpenAIStream):
         echoes: the prompt of each choice; None if the response does not repeat the prompts.
         n: number of choices per prompt.
         scores: the encoder of log probabilities for each choice; None if they are not requested.
-        prompt_scores: encodes the log probabilities of a prompt; None if they are not requested. A stream
-            cannot have them.
+        encode_prompt_scores: encodes the log probabilities of a prompt; None if they are not requested. A
+            stream cannot have them.
         include_usage: whether each chunk has the member ``usage`` and the last chunk has the total usage. In
             the other chunks, the value is null unless `events` gets a usage.
     """
@@ -52,7 +52,7 @@ class CompletionResponse(OpenAIStream):
         echoes: Sequence[Echo] | None = None,
         n: int = 1,
         scores: Sequence[CompletionScores] | None = None,
-        prompt_scores: PromptScores | None = None,
+        encode_prompt_scores: PromptScoreEncoder | None = None,
         include_usage: bool = False,
     ) -> None:
         self._envelope = envelope
@@ -61,7 +61,7 @@ class CompletionResponse(OpenAIStream):
         self._echoes = echoes
         self._n = n
         self._scores = scores
-        self._prompt_scores = prompt_scores
+        self._encode_prompt_scores = encode_prompt_scores
         self._include_usage = include_usage
         self._started_choices: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
@@ -155,9 +155,9 @@ class CompletionResponse(OpenAIStream):
         """Return the member ``logprobs`` and, if requested, ``prompt_logprobs`` of a whole choice."""
         scores = self._logprobs(index, delta, is_first=True)
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
-        if self._prompt_scores is not None:
+        if self._encode_prompt_scores is not None:
             ids = self._choices[index].prompt_token_ids
-            members["prompt_logprobs"] = self._prompt_scores(ids, self._prompt_scores_at(index))
+            members["prompt_logprobs"] = self._encode_prompt_scores(ids, self._prompt_scores_at(index))
         return members
 
     def _logprobs(self, index: int, delta: ChoiceDelta, *, is_first: bool) -> Parts | None:

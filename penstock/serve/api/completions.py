@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder
-from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
+from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScoreEncoder
 from penstock.serve.api.fill_in_middle import fill_in_end_ids, fill_in_prompt
 from penstock.serve.api.generation import GenerationJob, GenerationRun, check_choices, run_in_pool
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, num_top_logprobs
@@ -65,7 +65,7 @@ async def create_completion(request: Request) -> Response:
             if body.logprobs is not None
             else None
         ),
-        prompt_scores=_prompt_scores(services, body),
+        encode_prompt_scores=_prompt_score_encoder(services, body),
         include_usage=body.includes_usage,
     )
     run = GenerationRun(services, record, job)
@@ -144,7 +144,7 @@ class CompletionRequest:
         return cls(completion_id, body, GenerationJob(contexts, choices, n), echoes)
 
 
-def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
+def _prompt_score_encoder(services: Services, body: CompletionBody) -> PromptScoreEncoder | None:
     """Return a function that encodes the ``prompt_logprobs`` of a choice, or None if not requested."""
     num_top = body.prompt_logprobs
     if num_top is None:

@@ -103,7 +103,7 @@ class EventStream(Response):
         on_error: Callable[[BaseException], None],
         on_disconnect: Callable[[], None],
     ) -> None:
-        # Response.__init__ would compute a content length.
+        # Response.__init__ is not called, because a stream has no content to render.
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -114,7 +114,7 @@ class EventStream(Response):
         self._on_error = on_error
         self._on_disconnect = on_disconnect
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
+        del self.headers["content-length"]  # init_headers has set the length of the empty body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. Return at its end, or when the client disconnects."""

@@ -141,7 +141,7 @@ async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], pa
         (
             {"origin": "https://llm.example", "sec-fetch-site": "same-origin"},
             {},
-        ),  # as sent by a page behind a proxy
+        ),  # as sent by a page of a server behind a proxy
         ({"sec-fetch-site": "none"}, {}),
         ({"origin": "https://app.example"}, {"cors_origins": ["https://app.example"]}),
         (

@@ -33,7 +33,7 @@ CLIENT_FIELD_NAMES: Mapping[str, str] = {
     "suffix": "input_suffix",
 }
 """Field of a completion request -> field of llama.cpp's request, for error messages."""
-_SAME_NAMES = (
+_FIELDS_SHARED_WITH_CHAT = (
     "temperature top_k top_p min_p stop stream presence_penalty frequency_penalty ignore_eos".split()
 )
 """Fields with the same name and meaning in a completion request and in llama.cpp's request."""
@@ -154,7 +154,9 @@ def _completion_fields(services: Services, body: LlamaCppBody) -> dict[str, obje
         RequestProblem: 400; the message names the invalid field.
     """
     fields: dict[str, object] = {
-        name: getattr(body, name) for name in ("model", *_SAME_NAMES) if getattr(body, name) is not None
+        name: getattr(body, name)
+        for name in ("model", *_FIELDS_SHARED_WITH_CHAT)
+        if getattr(body, name) is not None
     }
     if body.seed is not None and body.seed != -1:
         fields["seed"] = body.seed

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from penstock.serve.api.chat_prompt import template_supports_effort
 from penstock.serve.api.messages.message_schema import (
-    SAME_NAMES,
+    FIELDS_SHARED_WITH_CHAT,
     CountTokensBody,
     MessageBlock,
     MessagesBody,
@@ -279,7 +279,9 @@ def _reasoning_settings(services: Services, body: CountTokensBody) -> tuple[dict
 
 
 def _sampling_fields(body: MessagesBody, chat: Mapping[str, object]) -> dict[str, object]:
-    fields = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    fields = {
+        name: getattr(body, name) for name in FIELDS_SHARED_WITH_CHAT if getattr(body, name) is not None
+    }
     thinking_options = chat.get("chat_template_kwargs")
     options = {
         **(thinking_options if isinstance(thinking_options, dict) else {}),

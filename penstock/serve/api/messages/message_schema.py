@@ -187,7 +187,7 @@ class MessagesBody(CountTokensBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
-SAME_NAMES = (
+FIELDS_SHARED_WITH_CHAT = (
     "temperature top_p top_k stream seed min_p repetition_penalty priority cache_salt chat_template_kwargs"
 ).split()
 """Fields with the same name and meaning in `MessagesBody` and in a chat request."""

@@ -10,8 +10,8 @@ from typing import Required, TypedDict
 
 from penstock.serve.api.responses.offered_tools import OfferedTools
 from penstock.serve.api.responses.response_schema import (
+    FIELDS_SHARED_WITH_CHAT,
     INCLUDE_LOGPROBS,
-    SAME_NAMES,
     InputItem,
     InputPart,
     ResponsesBody,
@@ -77,7 +77,7 @@ def chat_request(
     if not messages.chat_messages:
         raise RequestProblem(400, "input is an empty list", param="input")
     messages.merge_instructions(services.tokenizer.template_mentions("developer"))
-    chat = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    chat = {name: getattr(body, name) for name in FIELDS_SHARED_WITH_CHAT if getattr(body, name) is not None}
     chat |= {
         "messages": messages.chat_messages,
         **_response_format(body),

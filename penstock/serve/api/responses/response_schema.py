@@ -67,7 +67,7 @@ class InputItem(RequestBody):
         "status": RefusedField("items of the input are complete", accepts_all=True),
         "namespace": RefusedField("tools have no namespaces"),
         "caller": RefusedField("the model calls tools directly", ({"type": "direct"},)),
-        "async": RefusedField("the output of a call follows the call", (False,)),
+        "async": RefusedField("the model waits for the output of each call", (False,)),
     }
 
     type: str | None = None
@@ -101,7 +101,7 @@ class ResponseTool(RequestBody):
 
     unsupported: ClassVar[Mapping[str, RefusedField]] = {
         "allowed_callers": RefusedField("the model calls tools directly", (["direct"],)),
-        "async": RefusedField("the output of a call follows the call", (False,)),
+        "async": RefusedField("the model waits for the output of each call", (False,)),
         "defer_loading": RefusedField("all tools are in the prompt", accepts_all=True),
         "output_schema": RefusedField("chat templates do not read it", accepts_all=True),
     }
@@ -183,7 +183,7 @@ class ResponsesBody(RequestBody):
         "client_metadata": RefusedField("the server does not use it", accepts_all=True),
         "context_management": RefusedField("send truncation: auto", ([],)),
         "conversation": RefusedField("send previous_response_id"),
-        "image": RefusedField("images are not compressed"),
+        "image": RefusedField("the server does not compress images"),
         "moderation": RefusedField("there is no moderation"),
         "prompt": RefusedField("the server stores no prompts: send instructions and input"),
         "prompt_cache_options": RefusedField("the prefix cache has no per-request options", ({},)),
@@ -245,7 +245,7 @@ class ResponsesBody(RequestBody):
         return self.store is not False
 
 
-SAME_NAMES = (
+FIELDS_SHARED_WITH_CHAT = (
     "model temperature top_p parallel_tool_calls stream metadata user safety_identifier prompt_cache_key"
     " top_k min_p seed stop frequency_penalty presence_penalty repetition_penalty min_tokens ignore_eos"
     " chat_template_kwargs priority cache_salt"
