@@ -40,7 +40,7 @@ class DraftProposer(Protocol):
         ...
 
     def prefault_next_pages(self) -> bool:
-        """Allocate pages of a KV cache, see `KVCache.prefault_next_pages`. Return whether pages may remain."""
+        """Allocate pages, see `KVCache.prefault_next_pages`. Return whether pages may remain."""
         ...
 
 
