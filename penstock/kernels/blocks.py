@@ -171,8 +171,8 @@ def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     finite = absmax.isfinite()
     if kind.scale_type == "e8m0":
         exponents = torch.frexp(torch.where(finite & (absmax > 0), absmax, 1.0)).exponent - 3
-        powers = torch.where(absmax > 0, (exponents + 127).clamp(0, 254), 127)
-        return {"scales": powers.masked_fill(~finite, _NAN_E8M0).to(torch.uint8)}
+        biased_exponents = torch.where(absmax > 0, (exponents + 127).clamp(0, 254), 127)
+        return {"scales": biased_exponents.masked_fill(~finite, _NAN_E8M0).to(torch.uint8)}
     row_absmax = torch.where(finite, absmax, 0.0).amax(1)
     row_scales = torch.where(row_absmax > 0, row_absmax / (_LARGEST_FP4 * _LARGEST_FP8), 1.0)
     ratios = (torch.where(finite, absmax, 0.0) / _LARGEST_FP4 / row_scales[:, None]).clamp(max=_LARGEST_FP8)

@@ -64,7 +64,7 @@ class StateInputs:
     layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
 
     def layer(self, index: int) -> LayerState:
-        """Return the states of the layer with linear attention number ``index``."""
+        """Return the states of a layer; ``index`` counts only the layers with linear attention."""
         return LayerState(*self.layers[index], self.slots, self.saves)
 
     def snapshot(self) -> Callable[[], None]:

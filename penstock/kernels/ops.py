@@ -69,7 +69,10 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @property
     def packs_weights(self) -> bool:
-        """Whether this back end packs weights into a layout other than `ROWS`, which a file can cache."""
+        """Whether this back end packs weights into a layout other than `ROWS`.
+
+        Weights in such a layout can be cached in a file.
+        """
         return self.layout != ROWS
 
     @property

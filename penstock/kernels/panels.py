@@ -136,8 +136,8 @@ class GroupPanels(PanelLayout):
         groups = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
         if self._bits > 4:
             words = panels[..., _LOW_BYTES : -2 * PANEL]
-            octets = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
-            groups = groups | (octets.sum(-1, keepdim=True) >> FIFTH_BITS.flatten() & 1).short() << 4
+            shifted_bytes = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
+            groups = groups | (shifted_bytes.sum(-1, keepdim=True) >> FIFTH_BITS.flatten() & 1).short() << 4
         integers = (groups - (1 << self._bits - 1)).to(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
         scales = columns.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
         return {

@@ -32,7 +32,7 @@ class CpuConvolution(CpuRecurrent):
         rows = packed.output_length(len(x))
         if taps is None or dtype_code is None or x.stride(1) != 1 or not rows:
             return super()._conv1d(x, packed)
-        assert x.shape[1] == packed.in_channels, "a layer of another width"
+        assert x.shape[1] == packed.in_channels, "x and the layer have different numbers of channels"
         assert taps.dtype == torch.float32
         assert taps.is_contiguous()
         bias = packed.bias
@@ -62,7 +62,7 @@ class CpuConvolution(CpuRecurrent):
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
-        if dtype_code is None or x.dim() != 2 or x.stride(1) != 1 or not _are_floats(alpha, beta):
+        if dtype_code is None or x.dim() != 2 or x.stride(1) != 1 or not _are_contiguous_float32(alpha, beta):
             self._fall_back("snake", {f"{x.dtype} activations or this memory layout": False})
             return super().snake(x, alpha, beta)
         out = self._empty(x.shape, x.dtype)
@@ -73,7 +73,7 @@ class CpuConvolution(CpuRecurrent):
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 2 and x.stride(1) == y.stride(1) == 1 and x.dtype == y.dtype and x.shape == y.shape
-        if dtype_code is None or not fits or not _are_floats(factors):
+        if dtype_code is None or not fits or not _are_contiguous_float32(factors):
             self._fall_back("add_scaled", {f"{x.dtype} activations or this memory layout": False})
             return super().add_scaled(x, y, factors)
         out = self._empty(x.shape, x.dtype)
@@ -85,7 +85,12 @@ class CpuConvolution(CpuRecurrent):
         self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
     ) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
-        if dtype_code is None or x.stride(1) != 1 or x.shape[1] % groups or not _are_floats(weight, bias):
+        if (
+            dtype_code is None
+            or x.stride(1) != 1
+            or x.shape[1] % groups
+            or not _are_contiguous_float32(weight, bias)
+        ):
             self._fall_back("group_norm", {f"{x.dtype} activations or this memory layout": False})
             return super().group_norm(x, weight, bias, groups, eps, row_offsets)
 
@@ -109,7 +114,7 @@ class CpuConvolution(CpuRecurrent):
 
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
         frame_size = frames.shape[1]
-        fits = frames.dtype == torch.float32 and frames.stride(1) == 1 and _are_floats(squares)
+        fits = frames.dtype == torch.float32 and frames.stride(1) == 1 and _are_contiguous_float32(squares)
         if not fits or frame_size % hop:
             self._fall_back(
                 "overlap_add", {f"hops of {hop} in frames of {frame_size}, or this layout": False}
@@ -125,6 +130,6 @@ class CpuConvolution(CpuRecurrent):
         return apply_to_sequences(add, frames, row_offsets)
 
 
-def _are_floats(*tensors: Tensor) -> bool:
+def _are_contiguous_float32(*tensors: Tensor) -> bool:
     """Return whether all tensors are contiguous float32."""
     return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)

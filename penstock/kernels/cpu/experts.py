@@ -64,13 +64,14 @@ class CpuExperts(CpuLinear):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        table, dtype_code, (row_stride, stride) = (
+        table, dtype_code, (row_stride, column_stride) = (
             self._get_table(packed),
             DTYPE_CODES.get(x.dtype),
             x.stride(),
         )
         types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
-        rows_fit = stride == topk_weights.stride(1) == topk_ids.stride(1) == 1 and topk_ids.shape[1] > 0
+        rows_fit = column_stride == topk_weights.stride(1) == topk_ids.stride(1) == 1
+        rows_fit = rows_fit and topk_ids.shape[1] > 0
         has_adapters = (
             lora is not None and table is not None and not table.slice_names.isdisjoint(lora.matrices)
         )

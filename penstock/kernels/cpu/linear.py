@@ -13,7 +13,13 @@ from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.activations import Activation
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
-from penstock.kernels.cpu.packing import ENCODING_CODES, is_quantized, pack_panels, pack_rows, panels_size
+from penstock.kernels.cpu.packing import (
+    ENCODING_CODES,
+    pack_panels,
+    pack_rows,
+    panels_size,
+    quantizes_activations,
+)
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
@@ -65,7 +71,7 @@ class CpuLinear(ReferenceOps):
         self._kernels = kernels
         self._weights = WeightMemory()
         self._slice = SliceMemory(_SLICE_BYTES)
-        self._reported: set[tuple[str, str]] = set()
+        self._logged_fallbacks: set[tuple[str, str]] = set()
 
     def pack_into(self, memory: PrefaultedMemory) -> None:
         self._weights = WeightMemory(memory)
@@ -225,7 +231,9 @@ class CpuLinear(ReferenceOps):
         dtype_code, rows = DTYPE_CODES.get(x.dtype), lora.rows
         fits = dtype_code is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in adapted_slices):
+        if not fits or not all(
+            _supports_matrices(*lora.matrices[part.name], x.dtype) for part in adapted_slices
+        ):
             self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
@@ -262,8 +270,8 @@ class CpuLinear(ReferenceOps):
                 those that it does not support.
         """
         cause = ", ".join(name for name, supported in conditions.items() if not supported)
-        if (operation, cause) not in self._reported:
-            self._reported.add((operation, cause))
+        if (operation, cause) not in self._logged_fallbacks:
+            self._logged_fallbacks.add((operation, cause))
             _logger.warning(
                 "%s runs on the reference kernels, which are slower: the C++ kernels do not support %s",
                 operation,
@@ -303,7 +311,7 @@ def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
 
     For encodings with quantized activations, the caller must check that the type is in `DTYPE_CODES`.
     """
-    return is_quantized(encoding) or _compute_dtype(encoding) == dtype
+    return quantizes_activations(encoding) or _compute_dtype(encoding) == dtype
 
 
 def supports_order(packed: PackedLinear) -> bool:
@@ -313,7 +321,7 @@ def supports_order(packed: PackedLinear) -> bool:
     """
     if packed.order is None:
         return True
-    return is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
+    return quantizes_activations(packed.encoding) and encoding_named(packed.encoding).group_size is not None
 
 
 def _compute_dtype(encoding: str) -> torch.dtype:
@@ -321,7 +329,7 @@ def _compute_dtype(encoding: str) -> torch.dtype:
     return encoding_named(encoding).compute_dtype.to_torch()
 
 
-def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
+def _supports_matrices(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the LoRA kernel supports the matrices ``down [n, R, in]`` and ``up [n, out, R]``.
 
     ``up`` must be a view of a contiguous tensor ``[n, R, out]``.

@@ -157,15 +157,16 @@ class CompiledPlan(Graph):
 
 
 class _SamplingLoop:
-    """The kernels of a plan followed by a sampling kernel, which run several steps in one library call.
+    """The kernels of a plan, followed by sampling on rank 0 and a copy of the tokens to the other ranks.
+
+    One library call runs several such steps.
 
     Args:
         lowering: the operations that have captured the kernels of the plan.
         logits: the result of the plan, ``[R, V]``.
         tokens: the input of the plan to which the sampling kernel writes, ``[R]``.
         contention: the state that all compiled steps of a session share.
-        ranks: the ranks of the model, or None if the model has one rank. All ranks use the tokens that rank 0
-            samples.
+        ranks: the ranks of the model, or None if the model has one rank.
     """
 
     def __init__(
@@ -190,7 +191,11 @@ class _SamplingLoop:
             lowering.broadcast_from_rank_0(tokens, ranks)
         self._rows = rows
         self._run = CompiledLoop(
-            lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, contention=contention
+            lowering.isa,
+            lowering.captured,
+            tokens_address=tokens.data_ptr(),
+            rows=rows,
+            contention=contention,
         )
 
     def run(

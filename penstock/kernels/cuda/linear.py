@@ -1,4 +1,4 @@
-"""Linear layers: cuBLAS for floats, Triton for encodings, and adapters."""
+"""Linear layers: cuBLAS for floats, Triton for quantized encodings and adapters."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CudaOps(CudaConvolution, CudaLinear):
     def __init__(self) -> None:
         if is_interpreted():
             correct_bfloat16()
-        self._experts: WeakKeyDictionary[PackedExperts, tuple[WeightTables, WeightTables]] = (
+        self._expert_tables: WeakKeyDictionary[PackedExperts, tuple[WeightTables, WeightTables]] = (
             WeakKeyDictionary()
         )
 
@@ -84,18 +84,18 @@ class CudaOps(CudaConvolution, CudaLinear):
             total.index_add_(0, expert_rows, expert_values)
 
     def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:
-        if weights.kind.is_float:
+        if weights.encoding.is_float:
             return multiply_floats(x, weights, groups, is_deterministic=self.is_deterministic)
         return multiply_encoded(x, weights, groups, is_deterministic=self.is_deterministic)
 
     def _get_weights(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
         """Return the weights of the gate_up and down layers; None unless programs support both."""
-        if packed not in self._experts:
+        if packed not in self._expert_tables:
             gate_up, down = (_make_grouped_weights(linears) for linears in (packed.gate_up, packed.down))
             if gate_up is None or down is None:
                 return None
-            self._experts[packed] = gate_up, down
-        return self._experts[packed]
+            self._expert_tables[packed] = gate_up, down
+        return self._expert_tables[packed]
 
 
 def _make_grouped_weights(linears: tuple[PackedLinear, ...]) -> WeightTables | None:

@@ -76,7 +76,7 @@ def multiply_encoded(
     x: Tensor, weights: WeightTables, groups: Groups | None, *, is_deterministic: bool
 ) -> Tensor:
     """Return the product of rows with quantized weights, plus the bias. Arguments as in `multiply_floats`."""
-    is_integer = weights.kind.number_format == "integer" and weights.kind.group_size is None
+    is_integer = weights.encoding.number_format == "integer" and weights.encoding.group_size is None
     if is_integer and (groups is not None or is_deterministic or len(x) <= MAX_TILED_ROWS):
         return multiply_integers(x, weights, groups)
     return multiply_codes(x, weights, groups, is_deterministic=is_deterministic)
@@ -91,10 +91,10 @@ def multiply_integers(x: Tensor, weights: WeightTables, groups: Groups | None) -
     packed, (num_rows, in_features) = weights.first_linear, x.shape
     integers = torch.empty((2, num_rows, in_features), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    has_wide = torch.empty(num_rows, dtype=torch.int32, device=x.device)
+    is_wide_row = torch.empty(num_rows, dtype=torch.int32, device=x.device)
     extras = min(MAX_EXTRAS, in_features // INPUTS_PER_EXTRA)
     launch(
-        quantization.quantize_rows, (num_rows,), integers, scales, has_wide, x, num_rows, in_features,
+        quantization.quantize_rows, (num_rows,), integers, scales, is_wide_row, x, num_rows, in_features,
         row_stride(x), extras, is_dependent=True, WIDTH=power_of_two(in_features), num_warps=8,
     )  # fmt: skip
     count = num_rows if groups is None else len(groups.rows)
@@ -105,14 +105,15 @@ def multiply_integers(x: Tensor, weights: WeightTables, groups: Groups | None) -
         grid = (divide_up(packed.out_features, outputs_per_tile),)
         launch(
             programs.multiply_integer_row, grid, out, integers, scales,
-            has_wide, *weights.arguments("weight", "scales", "bias")[::2], packed.out_features, in_features,
-            N=outputs_per_tile, INPUTS=inputs_per_tile, HAS_BIAS=packed.bias is not None, is_dependent=True,
+            is_wide_row, *weights.arguments("weight", "scales", "bias")[::2], packed.out_features,
+            in_features, N=outputs_per_tile, INPUTS=inputs_per_tile, HAS_BIAS=packed.bias is not None,
+            is_dependent=True,
         )  # fmt: skip
         return out
     rows, columns = tile_rows(count, groups), tile_outputs(count, packed, groups, x.device)
     launch(
-        programs.multiply_rows, product_grid(count, rows, columns, packed, groups), out, integers, scales,
-        has_wide, *weights.arguments("weight", "scales", "bias"), *sorted_rows(x, groups), count,
+        programs.multiply_integer_rows, product_grid(count, rows, columns, packed, groups), out, integers,
+        scales, is_wide_row, *weights.arguments("weight", "scales", "bias"), *sorted_rows(x, groups), count,
         1 if groups is None else groups.count, num_rows, packed.out_features, in_features, M=rows, N=columns,
         INPUTS=_INPUTS, GROUPS=groups is not None, GATHERS=groups is not None,
         HAS_BIAS=packed.bias is not None,

@@ -13,6 +13,7 @@ from penstock.kernels.inputs import LayerState
 from penstock.kernels.recurrent_ops import NORM_EPS, NUM_SAVES, GateFunction
 
 _MAX_KEY_DIM = 256
+"""Maximum size of a key head."""
 _CHANNELS = 256
 """Maximum number of channels of a tile of the convolution."""
 _COLUMNS = 32
@@ -28,18 +29,18 @@ class CudaRecurrent(CudaRows):
         fits = x.dtype in FLOATS and state.inputs.dtype == x.dtype and has_rows(x)
         if not fits or not (weight.is_contiguous() and state.inputs.is_contiguous()):
             return super().short_convolution(x, weight, state, row_offsets, lengths)
-        (rows, width), kernel, sequences = x.shape, len(weight), len(lengths)
+        (rows, width), num_taps, sequences = x.shape, len(weight), len(lengths)
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         tile = min(_CHANNELS, power_of_two(width))
         tiles, offsets = divide_up(width, tile), (row_offsets, lengths)
         launch(
             programs.convolve, (rows, tiles), out, x, weight, state.inputs, state.slots, *offsets, width,
-            x.stride(0), sequences, KERNEL=kernel, WIDTH=tile, SEQUENCES=power_of_two(sequences),
+            x.stride(0), sequences, KERNEL=num_taps, WIDTH=tile, SEQUENCES=power_of_two(sequences),
             is_dependent=True,
         )  # fmt: skip
         launch(
             programs.keep_inputs, (sequences, tiles), state.inputs, x, state.slots, state.saves, *offsets,
-            width, x.stride(0), KEPT=kernel - 1, TAPS=power_of_two(kernel - 1), WIDTH=tile,
+            width, x.stride(0), HISTORY=num_taps - 1, TAPS=power_of_two(num_taps - 1), WIDTH=tile,
             NUM_SAVES=NUM_SAVES, is_dependent=True,
         )  # fmt: skip
         return out

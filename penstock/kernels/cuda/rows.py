@@ -21,7 +21,7 @@ from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.routing import Routing
 
 _MAX_NORM_WIDTH = 1 << 15
-"""Maximum width of a row of which one program computes the norm, because it holds the row in registers."""
+"""Maximum width of a row in the norm program, which holds the whole row in registers."""
 _MAX_EXPERTS = 1024
 """Maximum number of experts of the routing program."""
 _COLUMNS = 1024
@@ -102,7 +102,7 @@ class CudaRows(CudaLookups):
         launch(
             programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
             *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
-            REST=power_of_two(unrotated_dims) if unrotated_dims else 0, IS_INTERLEAVED=is_interleaved,
+            UNROTATED=power_of_two(unrotated_dims) if unrotated_dims else 0, IS_INTERLEAVED=is_interleaved,
             is_dependent=True, num_warps=1,
         )  # fmt: skip
         return outs[0], outs[1]

@@ -14,13 +14,14 @@
 
 constexpr int64_t TILE = 64;    // keys
 constexpr int64_t CHUNK = 512;  // keys
-// Smallest and largest limit on the queries of an item if the longest sequence is long and all queries of a sequence
-// see the same keys. Each item packs its keys and values, so fewer and larger items pack less in total.
+// Smallest and largest limit on the queries of an item if queries see later keys, there is no window, and the longest
+// sequence is long. In encoders, all queries of a sequence then see the same keys. Each item packs its keys and values,
+// so fewer and larger items pack less in total.
 constexpr int64_t MANY_QUERIES = 128, MAX_QUERIES = 512;
-constexpr int64_t ITEMS_PER_THREAD = 8;  // the limit exceeds MANY_QUERIES if each thread still gets this many items
-// Maximum number of queries of an item in all other cases: short sequences, and queries that see different keys. An
-// item computes the scores of all its queries with all its keys, including masked keys, so larger items would compute
-// more masked scores. The constant is also the maximum number of heads of an item.
+constexpr int64_t ITEMS_PER_THREAD = 8;  // the limit is doubled while each thread still gets this many items
+// Maximum number of queries of an item in all other cases: short sequences, causal attention, and windows. An item
+// computes the scores of all its queries with all its keys, including masked keys, so larger items would compute more
+// masked scores. The constant is also the maximum number of heads of an item.
 constexpr int64_t MAX_MASKED_QUERIES = 64;
 constexpr int64_t FEW_QUERIES = 8;  // keys and values are packed for items with more queries than this
 

@@ -25,8 +25,8 @@ template <class TC> struct CachedRows {
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
-    // Prefetches into L2, which supports more outstanding misses than L1. This is twice as fast if no cache has the
-    // keys.
+    // Prefetches into L2, which supports more outstanding misses than L1. If no cache has the keys, this is twice as
+    // fast as a prefetch into L1.
     for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
@@ -60,9 +60,9 @@ struct PartialSoftmax {
       : out(memory), sum_exp(memory + M * Dp), max_score(memory + M * (Dp + W)) {}
   // Returns the partial softmax without the first `queries` queries, in the same memory.
   INLINE_MEMBER PartialSoftmax skip_queries(int64_t queries, int64_t Dp) const {
-    PartialSoftmax rest = *this;
-    rest.out += queries * Dp, rest.sum_exp += queries * W, rest.max_score += queries;
-    return rest;
+    PartialSoftmax remaining = *this;
+    remaining.out += queries * Dp, remaining.sum_exp += queries * W, remaining.max_score += queries;
+    return remaining;
   }
 };
 
@@ -94,9 +94,9 @@ template <class P> struct PackedOperands {
   // Returns the operands without the first `queries` queries. Only the pointers q, q_scales and factors advance: scores
   // and weights of the remaining queries overwrite those of the first.
   INLINE_MEMBER PackedOperands skip_queries(int64_t queries, int64_t D) const {
-    PackedOperands rest = *this;
-    rest.q += queries * padded_units<P>(D), rest.q_scales += queries, rest.factors += queries;
-    return rest;
+    PackedOperands remaining = *this;
+    remaining.q += queries * padded_units<P>(D), remaining.q_scales += queries, remaining.factors += queries;
+    return remaining;
   }
 };
 
@@ -224,8 +224,8 @@ INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64
 }
 #endif
 
-// Returns 2 W sums in the order of the columns of the values. If TERMS is 2, the sums are in the order of `interleave`,
-// which works within 128-bit lanes.
+// Stores the 2 W sums `low` and `high` to `restored` in the order of the columns of the values. If TERMS is 2, `low`
+// and `high` are in the order of `interleave`, which works within 128-bit lanes.
 template <class P> INLINE void restore_order(vf low, vf high, vf (&restored)[2]) {
   restored[0] = low, restored[1] = high;
   if (P::TERMS == 1) return;
@@ -255,22 +255,22 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
     }
 }
 
-// Adds the weighted sum of the values begin:end of a tile to `out` for ROWS queries, in 2 W * CHUNKS columns from `d`
-// on. Reads the values from the cache without packing them. The pass over the first columns also prefetches the next
-// tile of keys, W keys at a time. Prefetching all keys at once would delay the values.
-template <class P, int ROWS, int CHUNKS, class TC>
+// Adds the weighted sum of the values begin:end of a tile to `out` for ROWS queries, in 2 W * COLUMN_GROUPS columns
+// from `d` on. Reads the values from the cache without packing them. The pass over the first columns also prefetches
+// the next tile of keys, W keys at a time. Prefetching all keys at once would delay the values.
+template <class P, int ROWS, int COLUMN_GROUPS, class TC>
 INLINE void add_values(const CachedRows<TC>& values, const NextTile<TC>& next_tile, int64_t tile, int64_t begin,
                        int64_t end, int64_t d, const PackedOperands<P>& packed, float* out, int64_t D) {
   const int64_t Dp = padded_width(D);
-  typename P::Sums sums[ROWS][2 * CHUNKS];
+  typename P::Sums sums[ROWS][2 * COLUMN_GROUPS];
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < 2 * CHUNKS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
+    for (int v = 0; v < 2 * COLUMN_GROUPS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
   for (int64_t i = begin / W * W; i < end; i += W) {
     if (d == 0) next_tile.prefetch(i);
     const TC* rows = values[tile + i];
     const int64_t first = max(begin, i), last = min<int64_t>(end, i + W);
     for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
-      for (int c = 0; c < CHUNKS; c++) {
+      for (int c = 0; c < COLUMN_GROUPS; c++) {
         typename P::Units units[2];
         load_values(units, rows + (j - i) * D, D, D, d + c * 2 * W, j >= first, j + 1 < last, P{});
         for (int m = 0; m < ROWS; m++)
@@ -280,7 +280,7 @@ INLINE void add_values(const CachedRows<TC>& values, const NextTile<TC>& next_ti
       }
   }
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < 2 * CHUNKS; v++)
+    for (int v = 0; v < 2 * COLUMN_GROUPS; v++)
       end_sum(sums[m][v], out + m * Dp + d + v * W, true, P::INTEGER ? packed.factors[m] : 0);
 }
 
@@ -398,7 +398,7 @@ template <class P, bool HAS_SCALES, int COUNT>
 static void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                                 int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
-  // The first query sees the fewest keys after it, and the last query the fewest keys before it.
+  // If the first row sees the last of these keys, and the last row sees the first, all rows see all of these keys.
   const bool all_keys = item.end - tile >= COUNT * W && item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
                         first_key(a, item.position + rows.end - 1) <= tile;
   if (all_keys && a.cap == 0 && !a.bias) {
@@ -444,7 +444,7 @@ template <class P, int ROWS, class TC>
 static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                                  int64_t tile, const CachedRows<TC>& keys, const CachedRows<TC>& values, int64_t begin,
                                  int64_t end) {
-  constexpr int CHUNKS = ROWS < 8 && W == 16 ? 2 : 1;
+  constexpr int COLUMN_GROUPS = ROWS < 8 && W == 16 ? 2 : 1;
   for (int64_t i = begin / W * W; i < end; i += W) {
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
@@ -452,8 +452,8 @@ static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOpe
   update_tile_softmax<P, TC>(a, item, packed, sums, tile, {0, item.rows});
   const auto next_tile = NextTile<TC>::after(a, item, tile);
   int64_t d = 0;
-  for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
-    add_values<P, ROWS, CHUNKS>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
+  for (; d + 2 * W * COLUMN_GROUPS <= padded_width(a.D); d += 2 * W * COLUMN_GROUPS)
+    add_values<P, ROWS, COLUMN_GROUPS>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
   for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
   next_tile.prefetch_all(round_up(end, W));
 }
@@ -483,7 +483,9 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
     const int64_t M = (rows.end - rows.begin) * item.heads;
     PackedOperands<P> part = packed.skip_queries(row * item.heads, D);
     PartialSoftmax part_sums = sums.skip_queries(row * item.heads, Dp);
-    const float* unused_factors = part.factors;  // the product does not add, so scores stay integers; see as_score
+    // This product overwrites the scores instead of adding to them, so it does not apply factors: scores of integer
+    // products stay integers, see as_score.
+    const float* unused_factors = part.factors;
     {
       [[maybe_unused]] const typename P::Mode mode{};
       product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,

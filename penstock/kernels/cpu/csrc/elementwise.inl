@@ -335,7 +335,7 @@ struct Xielu {  // x [n, F], rows strided; out [n, F]
   const void* x;
   void* out;
   int64_t n, F, stride;
-  double positive, negative, slope, top;  // the fields of XIELU (kernels/activations.py); top is `eps`
+  double positive, negative, slope, top;  // fields of XIELU (kernels/activations.py); top: `eps`, the maximum in exp
 };
 
 template <class T> static void xielu(const Xielu& a, const Team& team) {

@@ -6,9 +6,9 @@
 // Each output is one chain of additions in a fixed order of the inputs, for all tiles and blocks. The bits of a row
 // therefore do not depend on other rows.
 
-// x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` is set for encodings whose scales are
-// not in the panels. `order` [K] is the permutation of the inputs in the panels, for encodings that quantize rows of x
-// in groups; null for the original order.
+// x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` [N] are the scales of whole outputs;
+// null if the encoding has none. `order` [K] is the permutation of the inputs in the panels, for encodings that
+// quantize rows of x in groups; null for the original order.
 struct Linear {
   // Encodings: 0 float32, 1 bfloat16 (x has the same type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
   // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16), 8 q4_k, 9 q5_k, 10 q6_k, 11 q4_1, 12 q5_1, 13 mxfp4,
@@ -312,15 +312,16 @@ struct Pieces {
   // thread probably gets next, or -1.
   template <class Body> INLINE_MEMBER void for_each_panel(const Team& team, int64_t piece, Body body) const {
     const bool is_run = piece < runs;
-    const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), begun = round * width;
-    const int64_t within = piece - runs - begun * panels, wide = min(width, chunks - begun);
-    const int64_t first = first_panel(piece, within / wide), count = is_run ? run : 1;
-    const int64_t chunk = is_run ? 0 : begun + within % wide;
+    const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), first_chunk = round * width;
+    const int64_t round_piece = piece - runs - first_chunk * panels, round_width = min(width, chunks - first_chunk);
+    const int64_t first = first_panel(piece, round_piece / round_width), count = is_run ? run : 1;
+    const int64_t chunk = is_run ? 0 : first_chunk + round_piece % round_width;
     for (int64_t panel = first; panel < first + count; panel++) {
       int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + count * (team.size - 1);
       body(panel, next < panels ? next : -1, rows * chunk / chunks, rows * (chunk + 1) / chunks);
     }
   }
+  // Returns the first panel of a piece. `single` is the index of the panel among the panels that are not in runs.
   INLINE_MEMBER int64_t first_panel(int64_t piece, int64_t single) const {
     return piece < runs ? piece * run : runs * run + single;
   }

@@ -82,8 +82,8 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
       if (ROWS <= FETCHING_ROWS && i % (LINE / (int64_t)sizeof(T)) == 0) __builtin_prefetch(down + (RANKS + r) * n + i);
     }
     for (int t = 0; t < ROWS; t++) {
-      vf units = load(x[t] + i, lanes);
-      for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
+      vf inputs = load(x[t] + i, lanes);
+      for (int r = 0; r < RANKS; r++) sums[t][r] = fma(inputs, weights[r], sums[t][r]);
     }
   });
   for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), PartialVector{RANKS});
@@ -183,33 +183,34 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
 
 // Computes the layer with all threads on each adapter: each thread first multiplies some rows of A, then some columns
 // of B. Used for few rows.
-template <class T> static void multiply_shares(const Lora& a, const Team& team, const AdaptedRows& adapted) {
+template <class T> static void multiply_split(const Lora& a, const Team& team, const AdaptedRows& adapted) {
   int64_t width = 0;
   for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;
   const int64_t num_rows = adapted.segments[adapted.count - 1].end;
   float* h = team.share(
       team.rank ? nullptr : (float*)penstock_scratch(SHARED, num_rows * width * (int64_t)sizeof(float)));
-  auto share = [&](bool up) __attribute__((always_inline)) {
+  // Multiplies by A, or by B if is_up.
+  auto multiply_side = [&](bool is_up) __attribute__((always_inline)) {
     over_pieces(team, adapted.count * a.num_parts * team.size, [&](int64_t piece) {
       const int64_t number = piece % team.size, p = piece / team.size % a.num_parts;
       const Segment& segment = adapted.segments[piece / team.size / a.num_parts];
       const LoraPart& part = a.parts[p];
-      const int64_t whole = up ? part.N : part.adapter_rank(segment.adapter);
-      const int64_t step = round_up(ceil_div(whole, team.size), up ? MIN_OUTPUTS : RANKS);
-      const int64_t begin = min(number * step, whole), end = min(begin + step, whole);
+      const int64_t total = is_up ? part.N : part.adapter_rank(segment.adapter);
+      const int64_t step = round_up(ceil_div(total, team.size), is_up ? MIN_OUTPUTS : RANKS);
+      const int64_t begin = min(number * step, total), end = min(begin + step, total);
       if (begin == end) return;
       float* own = h + segment.begin * width;
       for (int64_t before = 0; before < p; before++) own += a.parts[before].R;
       for (int64_t i = 0; i < segment.tiles(); i++) {
         const Segment rows = segment.tile(i);
-        const ThreadRange range = up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
+        const ThreadRange range = is_up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
         multiply_lora<T>(a, part, adapted.order, rows, own + (rows.begin - segment.begin) * width, width, range);
       }
     });
   };
-  share(false);
+  multiply_side(false);
   team.barrier();
-  share(true);
+  multiply_side(true);
 }
 
 template <class T> static void lora(const Lora& a, const Team& team) {
@@ -220,7 +221,7 @@ template <class T> static void lora(const Lora& a, const Team& team) {
   const AdaptedRows adapted(a, memory);
   if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
-  else if (adapted.count) multiply_shares<T>(a, team, adapted);
+  else if (adapted.count) multiply_split<T>(a, team, adapted);
 }
 
 // Returns an upper bound of the work, which counts the largest rank for every row. The adapters of the rows are not

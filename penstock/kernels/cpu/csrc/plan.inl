@@ -5,9 +5,9 @@ struct PlanOperation {
   const void* arguments;
 };
 
-// The use of the cores by other processes. The caller keeps this state between runs. If another process uses one of the
-// cores, all threads wait milliseconds at every barrier for the thread of that core. A single thread does not wait, so
-// plans then run on one thread for a period.
+// Whether other processes use the cores, as detected from waiting times. The caller keeps this state between runs. If
+// another process uses one of the cores, all threads wait milliseconds at every barrier for the thread of that core. A
+// single thread does not wait, so plans then run on one thread for a period.
 struct CoreContention {
   int64_t alone_until;  // ns, monotonic clock: plans run on one thread until this time
   int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without contention
@@ -42,8 +42,8 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
       needs_barrier = true;
       continue;
     }
-    // If thread 0 has waited for more than a third of the time, another process probably uses a core, because uneven
-    // work causes shorter waits. Thread 0 then runs the operations after this one alone.
+    // If thread 0 has waited for more than LONG_WAIT and a third of the time, another process probably uses a core,
+    // because uneven work causes shorter waits. Thread 0 then runs the operations after this one alone.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last_shared, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);
@@ -58,7 +58,8 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
   }
 }
 
-// Calls body(team) on one thread during a single-threaded period, else on all threads. Updates the contention state.
+// Calls body(team) on one thread during a single-threaded period or if there is only one thread, else on all threads.
+// Updates the contention state after a call on all threads.
 template <class Body> INLINE void with_team(TeamState& state, CoreContention& contention, Body body) {
   if (omp_get_max_threads() == 1 || nanoseconds() < contention.alone_until) {
     body(Team{1, 0, &state, -1});

@@ -143,8 +143,8 @@ template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body
 }
 
 // Operations with less work than this, in multiply-adds, run on a single thread, because starting the other threads
-// would take more time than it saves. In a plan the threads already run, so a parallel operation costs only one or two
-// barriers.
+// would take longer than the time that they save. In a plan the threads already run, so a parallel operation costs only
+// one or two barriers.
 constexpr int64_t MIN_PARALLEL_WORK_IN_PLAN = 1 << 16, MIN_PARALLEL_WORK = 4 * MIN_PARALLEL_WORK_IN_PLAN;
 constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an element, in multiply-adds
 
