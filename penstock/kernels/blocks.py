@@ -192,9 +192,13 @@ def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
         return _encode_scales(kind.scale_type, magnitudes / largest_number, "scales", "factors")
     if kind.is_centred:
         spread = (high - low).masked_fill(~groups.isfinite().all(-1), torch.nan)
-        halves = (spread / (largest_number + kind.offset)).half()
+        float16_scales = (spread / (largest_number + kind.offset)).half()
         row_scales = torch.ones(len(groups), device=groups.device)
-        return {"scales": halves, "minima": (-low - kind.offset * halves).half(), "row_scales": row_scales}
+        return {
+            "scales": float16_scales,
+            "minima": (-low - kind.offset * float16_scales).half(),
+            "row_scales": row_scales,
+        }
     scales = _encode_scales(kind.scale_type, (high - low) / largest_number, "scales", "factors")
     return scales | _encode_scales(kind.min_type, -low, "minima", "min_factors")
 

@@ -77,14 +77,14 @@ def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
         group_size: number of inputs that share a scale, a multiple of 32. The last group may be shorter.
     """
     groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
-    halves, row_scales = split_scales(scales)
+    float16_scales, row_scales = split_scales(scales)
 
     def repeat_per_group(values: Tensor) -> Tensor:
         return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
 
     return {
         "weight": codes.contiguous(),
-        "scales": repeat_per_group(halves),
+        "scales": repeat_per_group(float16_scales),
         "zeros": repeat_per_group(zeros.to(torch.uint8)),
         "row_scales": row_scales,
     }
@@ -96,8 +96,8 @@ def quantize_codes(weight: Tensor, bits: int) -> Tensors:
     padded = F.pad(weight.float(), (0, -weight.shape[1] % GROUP))
     groups = padded.view(len(weight), -1, GROUP)
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
-    halves, row_scales = split_scales((high - low) / max_code)
-    scales = halves.float() * row_scales[:, None]
+    float16_scales, row_scales = split_scales((high - low) / max_code)
+    scales = float16_scales.float() * row_scales[:, None]
     valid = scales.isfinite() & (scales > 0)
     inverse = torch.where(valid, 1 / scales, 0.0)
     middle = torch.full_like(scales, 1 << bits - 1)
@@ -105,7 +105,7 @@ def quantize_codes(weight: Tensor, bits: int) -> Tensors:
     codes = ((groups * inverse[..., None]).nan_to_num().round() + zeros[..., None]).clamp(0, max_code)
     return {
         "weight": codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
-        "scales": halves,
+        "scales": float16_scales,
         "zeros": zeros.to(torch.uint8),
         "row_scales": row_scales,
     }
@@ -173,12 +173,12 @@ class CodePanels(PanelLayout):
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         code_bytes = PANEL * GROUP * self._bits // 8
-        codes, halves, zeros = torch.split(tensors["panels"], [code_bytes, 2 * PANEL, PANEL], dim=2)
+        codes, scale_bytes, zeros = torch.split(tensors["panels"], [code_bytes, 2 * PANEL, PANEL], dim=2)
         steps = codes.reshape(*codes.shape[:2], -1, PANEL, 4)
         if self._bits == 4:
             steps = torch.stack([steps & 15, steps >> 4], dim=3).flatten(2, 3)
         weight = steps.transpose(2, 3).flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
-        scales = halves.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
+        scales = scale_bytes.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
         return {
             "weight": weight[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),

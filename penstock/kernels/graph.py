@@ -23,7 +23,7 @@ Step: TypeAlias = Callable[[Ops, Mapping[str, Tensor]], Iterable[Tensor]]
 """A function that runs a step on the given operations and inputs, and returns the results of the step."""
 
 _MAX_SEEN_KEYS = 1024
-"""Maximum number of keys of earlier steps that a `GraphCache` remembers, in addition to its graphs."""
+"""Maximum number of keys that a `GraphCache` remembers after their first occurrence."""
 _MIN_COLUMNS = 128
 """Minimum number of columns to which `GraphCache` pads two-dimensional inputs."""
 
@@ -122,7 +122,7 @@ class GraphCache:
         max_graphs: maximum number of graphs; by default ``max_graphs`` of the compiler. If there are more,
             the least recently used graph is dropped.
         max_bytes: maximum memory of the graphs, see `Graph.memory`; unlimited by default. The least recently
-            used graphs are dropped until the rest fits. A single graph that is larger than the limit is
+            used graphs are dropped until the others fit. A single graph that is larger than the limit is
             dropped, and its step runs eagerly from then on.
         pads_columns: whether captured two-dimensional inputs are padded to `columns`. A padded graph fits
             block tables of several widths.

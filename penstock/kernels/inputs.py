@@ -127,7 +127,7 @@ class KVCacheInputs:
         """Return the inputs of the next step of the same batch, in which each sequence adds one row.
 
         The block of each added row must be reserved (``KVCache.reserve(context, lookahead)``), so that this
-        method needs no block pool. It computes on the device of the tensors.
+        method needs no block pool. The method computes on the device of the tensors.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
         groups = []

@@ -125,8 +125,10 @@ class GroupPanels(PanelLayout):
         fifth = ((groups >> 4).long() << FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
         words = (fifth[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)  # [P, G, 256]
         columns = F.pad(scales, (0, 0, 0, extra_rows)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
-        halves = columns.contiguous().view(torch.uint8)  # [P, G, 128]
-        return {"panels": torch.cat([low, words, halves] if self._bits > 4 else [low, halves], dim=2)}
+        scale_bytes = columns.contiguous().view(torch.uint8)  # [P, G, 128]
+        return {
+            "panels": torch.cat([low, words, scale_bytes] if self._bits > 4 else [low, scale_bytes], dim=2)
+        }
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         panels = tensors["panels"]

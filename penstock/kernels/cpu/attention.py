@@ -42,7 +42,7 @@ class CpuAttention(CpuExperts):
         tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         heads_fit = q_strides[2] == k_strides[2] == 1
         if dtype_code is None or not heads_fit or k.dtype != q.dtype or not tables_fit:
-            self._fall_back(
+            self._report_fallback(
                 "rotary",
                 {
                     f"{q.dtype} activations": dtype_code is not None,
@@ -81,7 +81,7 @@ class CpuAttention(CpuExperts):
         cache_dtype_code = _CACHE_DTYPE_CODES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if dtype_code is None or cache_dtype_code is None or not rows_fit or not cache.is_contiguous():
-            self._fall_back(
+            self._report_fallback(
                 "store_kv",
                 {
                     f"{k.dtype} keys": dtype_code is not None,
@@ -127,7 +127,7 @@ class CpuAttention(CpuExperts):
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD_DIM and q_strides[2] == 1 and block_tables.stride(1) == 1
         if dtype_code is None or cache_dtype_code is None or not (blocks_fit and rows_fit):
-            self._fall_back(
+            self._report_fallback(
                 "attention",
                 {
                     f"{q.dtype} queries": dtype_code is not None,
@@ -188,7 +188,7 @@ class CpuAttention(CpuExperts):
         dim_fits = dim % 8 == 0 and dim <= _MAX_HEAD_DIM
         rows_fit = q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype == q.dtype
         if dtype_code is None or not dim_fits or not rows_fit:
-            self._fall_back(
+            self._report_fallback(
                 "encoder_attention",
                 {
                     f"{q.dtype} queries": dtype_code is not None,

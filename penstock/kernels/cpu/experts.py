@@ -76,7 +76,7 @@ class CpuExperts(CpuLinear):
             lora is not None and table is not None and not table.slice_names.isdisjoint(lora.matrices)
         )
         if table is None or dtype_code is None or has_adapters or not (types_fit and rows_fit):
-            self._fall_back(
+            self._report_fallback(
                 "experts",
                 {
                     "experts that differ in encoding, layout or shape": table is not None,
@@ -88,7 +88,9 @@ class CpuExperts(CpuLinear):
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
         if not (_is_supported(gate_up, x.dtype) and _is_supported(down, x.dtype)):
-            self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
+            self._report_fallback(
+                "experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False}
+            )
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
         expected_sizes = (gate_up.in_features, len(topk_weights), len(topk_ids))

@@ -66,7 +66,7 @@ class _ShapeOps(CpuOps):
         self._tables = ops._tables  # all compiled steps share the tables of experts
         self.scratch_bytes = 0  # maximum scratch memory of an operation so far
 
-    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
+    def _report_fallback(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -85,7 +85,7 @@ class CpuLinear(ReferenceOps):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         if encoding not in ENCODING_CODES:
-            self._fall_back("pack_linear", {f"encoding {encoding}": False})
+            self._report_fallback("pack_linear", {f"encoding {encoding}": False})
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
         return make_packed_linear(
@@ -102,7 +102,7 @@ class CpuLinear(ReferenceOps):
         order: Tensor | None = None,
     ) -> PackedLinear:
         if encoding not in ENCODING_CODES or encoding_named(encoding).is_float:
-            self._fall_back("pack_quantized", {f"encoding {encoding}": False})
+            self._report_fallback("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
             tensors = pack_rows(self._kernels, self._weights, encoding, rows)
@@ -124,7 +124,7 @@ class CpuLinear(ReferenceOps):
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias = packed.bias
         if not _is_supported(x, packed):
-            self._fall_back(
+            self._report_fallback(
                 "linear",
                 {
                     f"{packed.encoding} weights with {x.dtype} activations": supports_dtype(
@@ -234,7 +234,7 @@ class CpuLinear(ReferenceOps):
         if not fits or not all(
             _supports_matrices(*lora.matrices[part.name], x.dtype) for part in adapted_slices
         ):
-            self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
+            self._report_fallback("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
         num_slots, table_rows, multiplications = len(lora.matrices[adapted_slices[0].name][0]), [], 0
@@ -261,7 +261,7 @@ class CpuLinear(ReferenceOps):
         )
         return y
 
-    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> None:
+    def _report_fallback(self, operation: str, conditions: Mapping[str, bool]) -> None:
         """Log once per cause that an operation runs on the slower reference kernels.
 
         Args:

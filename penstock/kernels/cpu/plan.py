@@ -311,7 +311,7 @@ class _CapturingOps(CpuOps):
         """Raise `UnrecordableStepError`, because the lengths differ between replays."""
         raise UnrecordableStepError("an operation needs the lengths of the sequences")
 
-    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
+    def _report_fallback(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         """Raise `UnrecordableStepError`, because reference kernels cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 

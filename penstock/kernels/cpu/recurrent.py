@@ -11,7 +11,7 @@ from penstock.kernels.inputs import LayerState
 from penstock.kernels.recurrent_ops import GateFunction
 
 _MAX_WIDTH = 8
-"""Maximum width of the convolution; ``MAX_KERNEL`` in csrc."""
+"""Maximum width of the convolution; ``MAX_WIDTH`` in csrc."""
 _MAX_KEY_DIM = 256
 """Maximum size of a key head; ``MAX_KEY_DIM`` in csrc."""
 
@@ -28,7 +28,7 @@ class CpuRecurrent(CpuElementwise):
         types_fit = state.inputs.dtype == x.dtype and weight.dtype == torch.float32
         fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
         if dtype_code is None or not types_fit or not fits or not 2 <= width <= _MAX_WIDTH:
-            self._fall_back(
+            self._report_fallback(
                 "short_convolution",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -68,7 +68,7 @@ class CpuRecurrent(CpuElementwise):
         fits = qkv.stride(1) == gates.stride(1) == 1
         fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
         if dtype_code is None or not types_fit or not fits or key_dim > _MAX_KEY_DIM:
-            self._fall_back(
+            self._report_fallback(
                 "gated_delta_rule",
                 {
                     f"{qkv.dtype} activations": dtype_code is not None,
@@ -104,7 +104,7 @@ class CpuRecurrent(CpuElementwise):
         dtype_code = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
         if dtype_code is None or not fits:
-            self._fall_back(
+            self._report_fallback(
                 "apply_gate",
                 {f"{x.dtype} activations": dtype_code is not None, "this memory layout or mixed types": fits},
             )

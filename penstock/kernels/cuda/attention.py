@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, num_processors, power_of_two
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, num_processors, power_of_two
 from penstock.kernels.cuda.programs import attention as programs
 from penstock.kernels.cuda.programs.encoder_attention import attend_ragged
 from penstock.kernels.cuda.programs.splits import merge_splits
@@ -55,7 +55,11 @@ class CudaAttention(ReferenceOps):
         spans: ImageSpans | None = None,
     ) -> Tensor:
         cache, scales = kv.cache, kv.scales
-        if q.dtype not in FLOATS or not has_rows(q, cache) or (cache.dtype not in FLOATS and scales is None):
+        if (
+            q.dtype not in FLOATS
+            or not has_contiguous_rows(q, cache)
+            or (cache.dtype not in FLOATS and scales is None)
+        ):
             return super().attention(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
@@ -170,8 +174,8 @@ class CudaAttention(ReferenceOps):
         if (
             q.dtype not in FLOATS
             or not same_dtype
-            or not has_rows(q, k, v)
-            or not (bias is None or has_rows(bias))
+            or not has_contiguous_rows(q, k, v)
+            or not (bias is None or has_contiguous_rows(bias))
         ):
             return super().encoder_attention(
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias

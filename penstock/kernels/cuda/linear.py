@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.products import multiply_encoded, multiply_floats, multiply_row
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
 from penstock.kernels.cuda.recurrent import CudaRecurrent
@@ -61,11 +61,17 @@ class CudaLinear(CudaRecurrent):
         encoding = encoding_named(packed.encoding)
         if encoding.is_float and not self.is_deterministic:
             weight, bias = packed.tensors["weight"], packed.bias
-            if len(x) == 1 and x.dim() == 2 and x.dtype in FLOATS and has_rows(x) and weight.is_contiguous():
+            if (
+                len(x) == 1
+                and x.dim() == 2
+                and x.dtype in FLOATS
+                and has_contiguous_rows(x)
+                and weight.is_contiguous()
+            ):
                 return multiply_row(x, packed)
             weight = weight.to(x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        if x.dtype not in FLOATS or not has_rows(x):
+        if x.dtype not in FLOATS or not has_contiguous_rows(x):
             return super().linear(x, packed)
         weights = WeightTables.of([packed])
         if weights is None:
@@ -84,7 +90,7 @@ class CudaLinear(CudaRecurrent):
         adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
         if not adapted_slices:
             return y
-        fits = x.dtype in FLOATS and has_rows(x, y)
+        fits = x.dtype in FLOATS and has_contiguous_rows(x, y)
         if not fits or any(
             matrix.dtype not in FLOATS for part in adapted_slices for matrix in lora.matrices[part.name]
         ):

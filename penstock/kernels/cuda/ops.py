@@ -12,7 +12,7 @@ from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.availability import is_interpreted
 from penstock.kernels.cuda.convolution import CudaConvolution
 from penstock.kernels.cuda.interpreter import correct_bfloat16
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two
 from penstock.kernels.cuda.linear import CudaLinear
 from penstock.kernels.cuda.products import multiply_encoded, multiply_floats
 from penstock.kernels.cuda.programs.products import combine_experts
@@ -53,7 +53,7 @@ class CudaOps(CudaConvolution, CudaLinear):
         if lora is not None and lora.for_slices(packed.slice_names()) is None:
             lora = None
         weights = self._get_weights(packed)
-        fits = x.dtype in FLOATS and has_rows(x) and len(x) > 0 and not packed.is_part
+        fits = x.dtype in FLOATS and has_contiguous_rows(x) and len(x) > 0 and not packed.is_part
         if weights is None or lora is not None or not fits:
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         num_rows, top = topk_ids.shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two
 from penstock.kernels.cuda.programs import recurrent as programs
 from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.inputs import LayerState
@@ -26,7 +26,7 @@ class CudaRecurrent(CudaRows):
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
     ) -> Tensor:
-        fits = x.dtype in FLOATS and state.inputs.dtype == x.dtype and has_rows(x)
+        fits = x.dtype in FLOATS and state.inputs.dtype == x.dtype and has_contiguous_rows(x)
         if not fits or not (weight.is_contiguous() and state.inputs.is_contiguous()):
             return super().short_convolution(x, weight, state, row_offsets, lengths)
         (rows, width), num_taps, sequences = x.shape, len(weight), len(lengths)
@@ -55,7 +55,7 @@ class CudaRecurrent(CudaRows):
         lengths: Tensor,
     ) -> Tensor:
         _, heads, key_dim, value_dim = state.recurrent.shape
-        fits = qkv.dtype in FLOATS and gates.dtype in FLOATS and has_rows(qkv, gates)
+        fits = qkv.dtype in FLOATS and gates.dtype in FLOATS and has_contiguous_rows(qkv, gates)
         fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
         if not fits or key_dim > _MAX_KEY_DIM:
             return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
@@ -72,7 +72,7 @@ class CudaRecurrent(CudaRows):
         return out
 
     def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
-        if x.dtype not in FLOATS or gate.dtype not in FLOATS or not has_rows(x, gate):
+        if x.dtype not in FLOATS or gate.dtype not in FLOATS or not has_contiguous_rows(x, gate):
             return super().apply_gate(x, gate, function)
         rows, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

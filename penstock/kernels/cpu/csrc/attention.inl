@@ -1,5 +1,5 @@
-// Attention over the paged KV cache in one pass, with an online softmax in float32. It is causal unless `keys_ahead` is
-// set. Cache blocks are read in place.
+// Attention over the paged KV cache in one pass, with an online softmax in float32. Attention is causal unless
+// `keys_ahead` is set. Cache blocks are read in place.
 //
 // The work is divided into items. An item has queries of one sequence and kv head, and all keys that these queries see.
 // The queries are those of consecutive rows and of query heads that share the kv head. Keys are processed in tiles of
@@ -84,10 +84,10 @@ static Items number_items(const Attention& a, int64_t threads, int64_t* first) {
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
-    int64_t seen = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b];
+    int64_t num_keys = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b];
     first[b] = items.count;
     items.count += ceil_div(rows, items.rows) * a.K * items.head_tiles;
-    items.max_chunks = max(items.max_chunks, seen / CHUNK + 2);
+    items.max_chunks = max(items.max_chunks, num_keys / CHUNK + 2);
   }
   first[a.B] = items.count;
   return items;

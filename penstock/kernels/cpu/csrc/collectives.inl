@@ -64,9 +64,10 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
     }
 #if defined(__linux__)
     __atomic_fetch_add(&other.sleepers, 1, __ATOMIC_SEQ_CST);
-    const int64_t seen = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
+    const int64_t published = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
     const timespec interval = {0, ABORT_CHECK_INTERVAL};
-    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &interval, nullptr, 0);
+    if (published < message)
+      syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)published, &interval, nullptr, 0);
     __atomic_fetch_sub(&other.sleepers, 1, __ATOMIC_RELAXED);
 #else
     sched_yield();

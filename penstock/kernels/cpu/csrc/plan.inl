@@ -36,7 +36,7 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
   PrefetchRange ahead = team.size > 1 ? next_read(operations, 0, count, team) : PrefetchRange{};
   for (int64_t i = 0; i < count; i++) {
     const PlanOperation& current = operations[i];
-    team.record = i;
+    team.operation_index = i;
     if (team.size == 1 || current.operation->work(current.arguments) < MIN_PARALLEL_WORK_IN_PLAN) {
       if (team.rank == 0) current.operation->run(current.arguments, Team{1, 0, &state, i});
       needs_barrier = true;
@@ -45,13 +45,13 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
     // If thread 0 has waited for more than LONG_WAIT and a third of the time, another process probably uses a core,
     // because uneven work causes shorter waits. Thread 0 then runs the operations after this one alone.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
-      __atomic_store_n(&state.last_shared, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
+      __atomic_store_n(&state.last_parallel, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);
     needs_barrier = false;
     current.operation->run(current.arguments, team);
     if (current.operation->first_read(current.arguments, team).next) ahead = next_read(operations, i + 1, count, team);
     team.barrier(ahead);
-    if (__atomic_load_n(&state.last_shared, __ATOMIC_RELAXED) == i) {
+    if (__atomic_load_n(&state.last_parallel, __ATOMIC_RELAXED) == i) {
       if (team.rank) return;
       team.size = 1;
     }
@@ -67,14 +67,14 @@ template <class Body> INLINE void with_team(TeamState& state, CoreContention& co
   }
 #pragma omp parallel
   body(Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
-  contention.pause = state.last_shared < 0 ? 0 : min(max(2 * contention.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
-  contention.alone_until = state.last_shared < 0 ? 0 : nanoseconds() + contention.pause;
+  contention.pause = state.last_parallel < 0 ? 0 : min(max(2 * contention.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
+  contention.alone_until = state.last_parallel < 0 ? 0 : nanoseconds() + contention.pause;
 }
 
 // Runs a plan. Returns -1, or the index of the first operation with a bad argument. All operations run in both cases.
 EXPORT(int64_t, run_plan)(const PlanOperation* operations, int64_t count, CoreContention& contention) {
   TeamState state = {};
-  state.failed = state.last_shared = -1;
+  state.failed = state.last_parallel = -1;
   with_team(state, contention, [&](const Team& team) { run_operations(operations, count, team); });
   return state.failed;
 }
@@ -122,7 +122,7 @@ static bool store_tokens(const LoopArguments& a, int64_t step) {
 // first operation with a bad argument.
 EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
   TeamState state = {};
-  state.failed = state.last_shared = -1;
+  state.failed = state.last_parallel = -1;
   a.steps_run = 0;
   bool is_running = true;  // written by thread 0 between barriers
   with_team(state, contention, [&](Team team) {
@@ -136,7 +136,7 @@ EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
       }
       team.barrier();
       run_operations(a.operations, a.count, team);
-      if (state.last_shared >= 0) {  // thread 0 continues alone
+      if (state.last_parallel >= 0) {  // thread 0 continues alone
         if (team.rank) return;
         team.size = 1;
       }

@@ -8,7 +8,7 @@
 // bytes, which are multiplied separately, hold their excess.
 
 constexpr int64_t GROUP = 32;                  // inputs
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store the results of a layer directly if they take less
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store results of fewer bytes per layer directly
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
 // ---- quantization of rows to 8 bits ----
@@ -209,7 +209,7 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 #endif
 
 // Like `quantize`, but scales the largest magnitude to the result of `choose_target`. A few outliers then reduce the
-// precision of the other numbers less.
+// precision of the other numbers less than with `quantize`.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const vu tops = largest_of_lanes(x, n);

@@ -1,7 +1,7 @@
 // Linear attention: the causal convolution, the gated delta rule, and output gates. If the number of rows of a sequence
 // is its length, it begins with a state of zeros. Otherwise it continues from the state at its slot.
 
-constexpr int64_t MAX_KERNEL = 8;      // largest width of the convolution
+constexpr int64_t MAX_WIDTH = 8;       // largest width of the convolution
 constexpr int64_t MAX_KEY_DIM = 256;   // largest size of a key head
 constexpr int64_t NUM_SAVES = 2;       // saves [B, NUM_SAVES, 2]: number of rows; slot that gets the state after them
 constexpr int64_t TILE_VECTORS = 4;    // vectors of columns of a state that one piece of work updates
@@ -27,7 +27,7 @@ template <class T, class L> INLINE void convolve(const ShortConvolution& a, int6
   const T* x = (const T*)a.x + first * a.stride + channel;
   T* out = (T*)a.out + first * a.C + channel;
   const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
-  vf window[MAX_KERNEL], weight[MAX_KERNEL];  // window: the last K - 1 inputs, oldest first, and the current input
+  vf window[MAX_WIDTH], weight[MAX_WIDTH];  // window: the last K - 1 inputs, oldest first, and the current input
   for (int64_t j = 0; j < previous; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
   for (int64_t j = 0; j < a.K; j++) weight[j] = load(a.weight + j * a.C + channel, lanes);
   for (int64_t t = 0; t < count; t++) {

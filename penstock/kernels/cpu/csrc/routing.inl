@@ -10,8 +10,8 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
 
 constexpr float REMOVED = -__builtin_inff();  // rank of an expert or group that cannot be selected any more
 
-// Returns the smallest index that is not in the list. It is used if no rank is above REMOVED, for example because all
-// logits are NaN. Any distinct indices are valid in this case.
+// Returns the smallest index that is not in the list. This function is called if no rank is above REMOVED, for example
+// because all logits are NaN. Any distinct indices are valid in this case.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   for (int64_t number = 0;; number++) {
     bool is_listed = false;

@@ -116,8 +116,8 @@ static float top_p_bound(const Candidates& c, double top_p, double total, float 
   return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
 }
 
-// Keeps the candidates i for which should_keep(i) is true, in their order. It must be false for scores below `bound`; W
-// such candidates are skipped at once if possible.
+// Keeps the candidates i for which should_keep(i) is true, in their order. should_keep must be false for scores below
+// `bound`, because W consecutive candidates whose scores are all below `bound` are skipped at once.
 template <class Predicate>
 INLINE void filter_candidates(Candidates& c, int32_t* ids, float bound, Predicate should_keep) {
   int64_t n = 0;

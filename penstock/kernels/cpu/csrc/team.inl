@@ -13,7 +13,7 @@ struct TeamState {
   alignas(64) void* shared[2];     // indexed by generation & 1, because a slow thread may still read the previous value
   int64_t failed;                  // the first value reported with `fail`; -1: none
   int64_t waited;                  // ns that thread 0 waited at those barriers at which it slept
-  int64_t last_shared;             // index of the last operation of a plan that all threads run; -1: no such limit
+  int64_t last_parallel;           // index of the last operation of a plan that all threads run; -1: no such limit
 };
 
 INLINE int64_t nanoseconds() {
@@ -68,7 +68,7 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
 struct Team {
   int64_t size, rank;
   TeamState* state;
-  int64_t record;  // index of the current operation in its plan; -1 outside a plan
+  int64_t operation_index;  // index of the current operation in its plan; -1 outside a plan
 
   // Returns when all threads of the team have called it.
   INLINE_MEMBER void barrier() const {
@@ -107,8 +107,8 @@ struct Team {
   // undefined.
   INLINE_MEMBER void fail(int64_t argument) const {
     int64_t none = -1;
-    __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? argument : record, false, __ATOMIC_RELAXED,
-                                __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(&state->failed, &none, operation_index < 0 ? argument : operation_index, false,
+                                __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
 };
 
@@ -151,7 +151,7 @@ constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an elem
 // Runs a single operation. Returns -1, or the first value reported with `fail`.
 template <class Args> INLINE int64_t run_single(const Args& a) {
   TeamState state = {};
-  state.failed = state.last_shared = -1;
+  state.failed = state.last_parallel = -1;
   if (work(a) < MIN_PARALLEL_WORK) {
     run(a, Team{1, 0, &state, -1});
     return state.failed;
