@@ -98,10 +98,10 @@ def quantize_codes(weight: Tensor, bits: int) -> Tensors:
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
     float16_scales, row_scales = split_scales((high - low) / max_code)
     scales = float16_scales.float() * row_scales[:, None]
-    valid = scales.isfinite() & (scales > 0)
-    inverse = torch.where(valid, 1 / scales, 0.0)
+    is_valid = scales.isfinite() & (scales > 0)
+    inverse = torch.where(is_valid, 1 / scales, 0.0)
     middle = torch.full_like(scales, 1 << bits - 1)
-    zeros = torch.where(valid, (-low * inverse).round().clamp(0, max_code), middle)
+    zeros = torch.where(is_valid, (-low * inverse).round().clamp(0, max_code), middle)
     codes = ((groups * inverse[..., None]).nan_to_num().round() + zeros[..., None]).clamp(0, max_code)
     return {
         "weight": codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
@@ -199,12 +199,12 @@ def quantize_fp8(weight: Tensor) -> Tensors:
     padded = F.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
     groups = padded.view(len(weight), -1, FP8_GROUP)
     largest = groups.abs().amax(-1)  # [out, G]
-    finite = largest.isfinite()
-    scales = torch.where(finite, largest, 0.0).amax(1, keepdim=True) / LARGEST_FP8
+    is_finite = largest.isfinite()
+    scales = torch.where(is_finite, largest, 0.0).amax(1, keepdim=True) / LARGEST_FP8
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     numbers = (groups * inverse[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).flatten(1)[:, : weight.shape[1]]
     codes = numbers.nan_to_num().to(torch.float8_e4m3fn).contiguous().view(torch.uint8)
-    return {"weight": codes, "scales": torch.where(finite, scales, torch.nan)}
+    return {"weight": codes, "scales": torch.where(is_finite, scales, torch.nan)}
 
 
 def unpack_fp8(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -261,8 +261,8 @@ class Fp8Panels(PanelLayout):
         stride_pairs = strides.contiguous().view(torch.int32)[:, :2].long()
         group_strides, output_strides = stride_pairs.T[..., None, None]  # [P, 1, 1] each
         outputs = torch.arange(PANEL)[:, None]
-        entries = torch.arange(groups) * group_strides + outputs * output_strides  # [P, 64, G]
-        scales = tables.contiguous().view(torch.float32).gather(1, entries.flatten(1)).view(-1, groups)
+        entry_indices = torch.arange(groups) * group_strides + outputs * output_strides  # [P, 64, G]
+        scales = tables.contiguous().view(torch.float32).gather(1, entry_indices.flatten(1)).view(-1, groups)
         return {
             "weight": weight[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),

@@ -75,7 +75,7 @@ class Graph(ABC):
         Args:
             inputs: inputs of the first step, as for `replay`. One of them is named ``tokens``, ``[R]``.
             step_values: by name, the values ``[n, ...]`` of the other inputs that differ between steps.
-            sampling: the parameters of the R rows of the first result. The method ignores its uniforms.
+            sampling: the parameters of the R rows of the first result. ``sampling.uniforms`` is ignored.
             uniforms: one random number in [0, 1) per step and row.
             stop_tokens: the tokens that end each row, padded with -1.
             ranks: the ranks of the model, which all call this method; None if the model has one rank. All
@@ -99,7 +99,7 @@ class GraphCompiler(ABC):
     max_rows: int
     """Maximum number of rows of captured steps. Steps with more rows would not become faster."""
     max_graphs: int = 64
-    """Maximum number of graphs of a `GraphCache`, unless it sets another number."""
+    """Maximum number of graphs of a `GraphCache`, unless the cache sets another number."""
 
     @abstractmethod
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[Graph, tuple[Tensor, ...]]:

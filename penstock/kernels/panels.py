@@ -9,10 +9,10 @@ inputs that a layout stores together: 1, 2, 4 or 32. Padding weights are 0. The 
   instruction reads them.
 * `Int8Panels`: ``[N / 64, K / 4, 64, 4]`` uint8, the integer + 128, and one float32 scale per output, not
   padded.
-* `GroupPanels` of 4 bits: ``[N / 64, K / 32, 1152]`` uint8. A group of 32 inputs has 1024 bytes of integers
-  + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low half and input
-  j + 4 in its high half. The 64 float16 scales of the group follow.
-* `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of the integers + 16 are
+* `GroupPanels` of 4 bits: ``[N / 64, K / 32, 1152]`` uint8. A group of 32 inputs has 1024 bytes, which
+  store each integer + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low
+  half and input j + 4 in its high half. The 64 float16 scales of the group follow.
+* `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of each integer + 16 are
   stored like integers of 4 bits. Then a little-endian 32-bit word per output holds the fifth bits: bit
   8 j + 2 s belongs to input j of step s, and the next bit to input j + 4 (j < 4). The scales follow.
 """
@@ -57,7 +57,7 @@ class PanelLayout(ABC):
 
     @abstractmethod
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        """Return the tensors in panels of a weight; ``rows`` are the tensors of `LinearEncoding.pack`."""
+        """Return a weight in this layout; ``rows`` are the tensors of `LinearEncoding.pack`."""
 
     @abstractmethod
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:

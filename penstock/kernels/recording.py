@@ -9,9 +9,9 @@ location, so that a replay needs neither the model nor Python between two operat
 * An *input* is an argument of each replay: tokens, positions, block tables, the adapter of each row.
 * Every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
 
-A step can be recorded if its model applies only operations and views to activations. The result of any other
-function has no known location. Passing it to an operation raises `UnrecordableStepError`. Sizes are part of
-the plan, which replays only steps of exactly the recorded shapes.
+A step can be recorded if its model applies only operations and views to activations. The result of any
+other function has no known location. Passing such a result to an operation raises `UnrecordableStepError`.
+Sizes are part of the plan, which replays only steps of exactly the recorded shapes.
 """
 
 from __future__ import annotations

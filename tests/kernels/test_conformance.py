@@ -323,7 +323,9 @@ def test_gated_activation_of_extreme_values_agrees_with_the_reference(ops: Ops) 
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int64])
-def test_row_lookups_and_writes_agree_with_indexing(ops: Ops, dtype: torch.dtype) -> None:
+def test_row_lookups_and_writes_agree_with_indexing_also_for_invalid_indices(
+    ops: Ops, dtype: torch.dtype
+) -> None:
     table = (100 * torch.randn(11, 40)).to(dtype)
     rows = torch.tensor([0, 10, 3, 3])
     assert torch.equal(ops.embedding(rows, table), table[rows])

@@ -21,7 +21,7 @@ _ENCODER_BLOCK_SIZE = 16
 """Tokens per block of the temporary KV cache into which `encoder_attention` copies keys and values.
 
 If no sequence of a batch is longer than a block, and each token attends to its whole sequence, keys and
-values are read in place. The value must be that of ``MAX_SHORT`` in csrc/short_attention.inl.
+values are read in place. This constant must equal ``MAX_SHORT`` in csrc/short_attention.inl.
 """
 _BIAS_PADDING = 64
 """Padding elements before and after the bias of each head. The kernel reads whole tiles of the bias."""

@@ -145,7 +145,7 @@ class CpuLinear(ReferenceOps):
     ) -> Tensor:
         if not _is_supported(x, packed):
             return super().activated_linear(x, packed, activation, lora=lora)
-        if lora is None or lora.for_slices(part.name for part in packed.slices) is None:
+        if lora is None or lora.for_slices(layer_slice.name for layer_slice in packed.slices) is None:
             return self._product(x, packed, activation)
         y = self._add_lora(self._product(x, packed, None), x, packed, lora)
         function, address = ACTIVATION_CODES[activation], y.data_ptr()
@@ -225,25 +225,25 @@ class CpuLinear(ReferenceOps):
                 start = end
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
+        adapted_slices = [layer_slice for layer_slice in packed.slices if layer_slice.name in lora.matrices]
         if not adapted_slices or not len(x):
             return y
         dtype_code, rows = DTYPE_CODES.get(x.dtype), lora.rows
         fits = dtype_code is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
         if not fits or not all(
-            _supports_matrices(*lora.matrices[part.name], x.dtype) for part in adapted_slices
+            _supports_matrices(*lora.matrices[layer_slice.name], x.dtype) for layer_slice in adapted_slices
         ):
             self._report_fallback("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
         num_slots, table_rows, multiplications = len(lora.matrices[adapted_slices[0].name][0]), [], 0
-        for part in adapted_slices:
-            (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
+        for layer_slice in adapted_slices:
+            (down, up), ranks = lora.matrices[layer_slice.name], lora.ranks.get(layer_slice.name)
             assert len(down) == num_slots, "slices of a layer have different numbers of adapter slots"
-            max_rank, width = down.shape[1], part.stop - part.start
+            max_rank, width = down.shape[1], layer_slice.stop - layer_slice.start
             addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
-            table_rows.append((*addresses, max_rank, part.start, width))
+            table_rows.append((*addresses, max_rank, layer_slice.start, width))
             multiplications += len(x) * max_rank * (x.shape[1] + width)
         table = self._keep_alive(torch.tensor(table_rows, dtype=torch.int64))
         (self._kernels.long_lora if multiplications > LONG_KERNEL else self._kernels.lora)(
@@ -267,7 +267,7 @@ class CpuLinear(ReferenceOps):
         Args:
             operation: name of the operation.
             conditions: descriptions of the arguments, and whether the C++ kernel supports each. The log names
-                those that it does not support.
+                the unsupported arguments.
         """
         cause = ", ".join(name for name, supported in conditions.items() if not supported)
         if (operation, cause) not in self._logged_fallbacks:

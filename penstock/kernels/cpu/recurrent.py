@@ -74,7 +74,7 @@ class CpuRecurrent(CpuElementwise):
                     f"{qkv.dtype} activations": dtype_code is not None,
                     "gates or states of another type": types_fit,
                     "this memory layout": fits,
-                    f"key heads of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
+                    f"a key head size of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
                 },
             )
             return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)

@@ -101,14 +101,14 @@ def multiply_codes(
     # the range of float16 without these scales.
     minima = constants["MINIMA"]
     has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
-    is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
+    converts_to_float32 = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
         _number_table(weights), *sorted_rows(x, groups), num_rows, 1 if groups is None else groups.count,
         packed.out_features, packed.in_features, row_stride(x), *_row_lengths(packed), M=rows_per_tile,
         N=_TILE_OUTPUTS, BYTES=_TILE_BYTES, SPLITS=splits,
         GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
-        TO_FLOAT32=is_wide, **constants,
+        TO_FLOAT32=converts_to_float32, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")

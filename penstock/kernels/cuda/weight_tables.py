@@ -122,7 +122,7 @@ def tile_rows(num_rows: int, groups: Groups | None, *, is_deterministic: bool = 
 def tile_outputs(num_rows: int, packed: PackedLinear, groups: Groups | None, device: torch.device) -> int:
     """Return the number of outputs of a tile: 16 or 64.
 
-    It is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
+    The number is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
     """
     is_large = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
     return 64 if is_large or num_rows > 64 else 16

@@ -215,8 +215,8 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   memory = team.share(memory);
   Items items = *(const Items*)memory;
   const int64_t M = padded_count(items.rows * items.heads), partial_floats = PartialSoftmax::floats(M, Dp);
-  const bool split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
-  if (split) {
+  const bool is_split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
+  if (is_split) {
     chunks = items.max_chunks;
     team.barrier();  // all threads have read the items
     if (team.rank == 0) {  // the larger scratch memory may have another address, so the items are stored again
@@ -233,7 +233,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   over_pieces(team, items.count * chunks, [&](int64_t task) {
     Item item = find_item(a, items, task / chunks), next_item;
     int64_t first = item.begin / CHUNK, last = (item.end - 1) / CHUNK;
-    if (split) {
+    if (is_split) {
       int64_t chunk = first + task % chunks;
       if (chunk > last) return;
       pack_queries<P, TQ>(a, item, packed);
@@ -254,7 +254,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
     }
     store_results<P, TQ>(a, item, sums);
   });
-  if (!split) return;
+  if (!is_split) return;
   team.barrier();
   over_pieces(team, items.count, [&](int64_t number) {
     Item item = find_item(a, items, number);

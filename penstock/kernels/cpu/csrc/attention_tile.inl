@@ -196,13 +196,13 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
 // ---- values ----
 
 // Loads the values of TERMS consecutive keys from column `d` on, as two vectors of units. `row` points to the values of
-// the first key, row + stride to those of the second. `first` and `second` are whether the keys are visible. Values of
-// invisible keys become 0, because their memory may hold stale NaNs, and 0 * NaN is NaN.
+// the first key, row + stride to those of the second. `sees_first` and `sees_second` are whether the keys are
+// visible. Values of invisible keys become 0, because their memory may hold stale NaNs, and 0 * NaN is NaN.
 template <class TC>
-INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool first, bool, Floats) {
+INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool sees_first, bool, Floats) {
   for (int v = 0; v < 2; v++) {
     int64_t n = max<int64_t>(0, min<int64_t>(W, D - d - v * W));
-    units[v] = !first ? vf{} : n == W ? load(row + d + v * W) : n ? load(row + d + v * W, n) : vf{};
+    units[v] = !sees_first ? vf{} : n == W ? load(row + d + v * W) : n ? load(row + d + v * W, n) : vf{};
   }
 }
 #if PENSTOCK_DOT
@@ -210,17 +210,17 @@ INLINE void interleave(vu (&units)[2], __m512i first, __m512i second) {
   units[0] = (vu)_mm512_unpacklo_epi16(first, second);
   units[1] = (vu)_mm512_unpackhi_epi16(first, second);
 }
-INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t D, int64_t d, bool first, bool second,
-                        Pairs) {
+INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t D, int64_t d, bool sees_first,
+                        bool sees_second, Pairs) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
-  interleave(units, _mm512_maskz_loadu_epi16(first ? inside : 0, row + d),
-             _mm512_maskz_loadu_epi16(second ? inside : 0, row + stride + d));
+  interleave(units, _mm512_maskz_loadu_epi16(sees_first ? inside : 0, row + d),
+             _mm512_maskz_loadu_epi16(sees_second ? inside : 0, row + stride + d));
 }
-INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool first,
-                        bool second, Shorts) {
+INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool sees_first,
+                        bool sees_second, Shorts) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
-  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first ? inside : 0, row + d)),
-             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(second ? inside : 0, row + stride + d)));
+  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_first ? inside : 0, row + d)),
+             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_second ? inside : 0, row + stride + d)));
 }
 #endif
 
@@ -347,7 +347,7 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of the polynomial for e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
-  const bool whole = SEES_ALL || (begin == 0 && end == COUNT * W);
+  const bool all_visible = SEES_ALL || (begin == 0 && end == COUNT * W);
   vf scores[COUNT], maxima = all(sums.max_score[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
@@ -357,7 +357,7 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
   }
   if (!SEES_ALL && bias)
     for (int i = 0; i < COUNT; i++) scores[i] += load(bias + i * W);
-  if (!whole)
+  if (!all_visible)
     for (int i = 0; i < COUNT; i++) {
       vi j = lane_index() + i * W;
       scores[i] = j >= (int32_t)begin ? scores[i] : masked;
@@ -365,11 +365,11 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
     }
   for (int i = 0; i < COUNT; i++) maxima = vmax(maxima, scores[i]);
   vf total = load(sums.sum_exp + m * W), top = all(sums.max_score[m]);
-  const float before = sums.max_score[m];
-  if (exceeds(maxima, before + max_excess(a))) {  // true for a NaN, too
+  const float old_max = sums.max_score[m];
+  if (exceeds(maxima, old_max + max_excess(a))) {  // true for a NaN, too
     top = largest_everywhere(maxima);
-    if (before != masked[0]) {
-      vf shrink = exp_below<5>(all(before) - top);
+    if (old_max != masked[0]) {
+      vf shrink = exp_below<5>(all(old_max) - top);
       total *= shrink;
       float* out = sums.out + m * Dp;
       for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
@@ -381,7 +381,7 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
     weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
     if (HAS_SCALES) {
       weighted[i] *= load(packed.value_scales + i * W);
-      if (!whole) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
+      if (!all_visible) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
     }
   }
   store_weights(packed.weights + m * (TILE / P::TERMS), exponentials, weighted, total, packed.factors[m], P{});
@@ -399,9 +399,10 @@ static void update_tile_softmax(const Attention& a, const Item& item, PackedOper
                                 int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
   // If the first row sees the last of these keys, and the last row sees the first, all rows see all of these keys.
-  const bool all_keys = item.end - tile >= COUNT * W && item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
-                        first_key(a, item.position + rows.end - 1) <= tile;
-  if (all_keys && a.cap == 0 && !a.bias) {
+  const bool all_visible = item.end - tile >= COUNT * W &&
+                           item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
+                           first_key(a, item.position + rows.end - 1) <= tile;
+  if (all_visible && a.cap == 0 && !a.bias) {
     const int64_t count = (rows.end - rows.begin) * item.heads;
     for (int64_t m = 0; m < count; m++)
       update_softmax<P, HAS_SCALES, COUNT, true>(a, packed, sums, m, Dp, 0, COUNT * W, nullptr);
@@ -413,8 +414,8 @@ static void update_tile_softmax(const Attention& a, const Item& item, PackedOper
     int64_t last = min(min<int64_t>(position + a.keys_ahead, item.end - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
       if (first <= last) {
-        const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
-        const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
+        const int64_t query_head = item.kv_head * (a.H / a.K) + item.first_head + head;
+        const float* bias = a.bias ? a.bias + query_head * a.bias_head - position : nullptr;
         update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);

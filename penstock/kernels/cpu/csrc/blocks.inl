@@ -180,7 +180,7 @@ template <class Kind> struct Blocks {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const float* x_scales = block.x.scales;
@@ -201,14 +201,14 @@ template <class Kind> struct Blocks {
         const char* w = unit;
         for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ADVANCE) {
 #pragma GCC unroll 2
-          for (int scaled = 0; scaled < X_SCALES; scaled++, x += SIZE, x_scales++, starts++) {
+          for (int scale_index = 0; scale_index < X_SCALES; scale_index++, x += SIZE, x_scales++, starts++) {
             GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
               for (int v = 0; v < VECTORS; v++)
                 totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
-              const int step = scaled * STEPS + part;
+              const int step = scale_index * STEPS + part;
               if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // hardware prefetchers would not load all lines
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
@@ -232,7 +232,7 @@ template <class Kind> struct Blocks {
             vf scales[VECTORS], minima[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
               const int64_t output = column + v * W;
-              scales[v] = Scale::read(w + SCALES + (scaled * PANEL + output) * Scale::BYTES);
+              scales[v] = Scale::read(w + SCALES + (scale_index * PANEL + output) * Scale::BYTES);
               if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + output);
               if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + output);
               if (HAS_UNIT_SCALES) scales[v] = factors[v];

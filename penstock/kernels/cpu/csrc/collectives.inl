@@ -77,9 +77,9 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
   return false;
 }
 
-// Publishes a message and waits for the same message of the other ranks. All threads of a team call it after they have
-// written their parts of the message. If `wait_for_message` fails, reports this with `fail` and returns false on all
-// threads.
+// Publishes a message and waits for the same message of the other ranks. All threads of a team call this function after
+// they have written their parts of the message. If `wait_for_message` fails, reports this with `fail` and returns false
+// on all threads.
 static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
   team.barrier();
   Region* failed = nullptr;

@@ -27,7 +27,7 @@ struct Lora {
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  const int64_t* rows;  // [count]: index of each row's adapter; -1: none
+  const int64_t* row_adapters;  // [count]: index of each row's adapter; -1: none
   const LoraSlice* slices;
   int64_t count, num_slices, adapters, n;
 };
@@ -47,13 +47,13 @@ struct Segment {
 struct AdaptedRows {
   int64_t* order;
   Segment* segments;
-  int64_t count, tiles;
+  int64_t num_segments, num_tiles;
 
   static int64_t bytes(const Lora& a) { return a.count * 8 + a.adapters * (int64_t)sizeof(Segment); }
   AdaptedRows(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.count)) {
     for (int64_t s = 0; s < a.adapters; s++) segments[s] = {s, 0, 0};
     for (int64_t t = 0; t < a.count; t++)
-      if (a.rows[t] >= 0) segments[a.rows[t]].end++;
+      if (a.row_adapters[t] >= 0) segments[a.row_adapters[t]].end++;
     int64_t begin = 0;
     for (int64_t s = 0; s < a.adapters; s++) {
       const int64_t height = segments[s].end;
@@ -61,12 +61,12 @@ struct AdaptedRows {
       begin += height;
     }
     for (int64_t t = 0; t < a.count; t++)
-      if (a.rows[t] >= 0) order[segments[a.rows[t]].end++] = t;
-    count = tiles = 0;
+      if (a.row_adapters[t] >= 0) order[segments[a.row_adapters[t]].end++] = t;
+    num_segments = num_tiles = 0;
     for (int64_t s = 0; s < a.adapters; s++) {
       if (segments[s].begin == segments[s].end) continue;
-      segments[count] = segments[s];
-      tiles += segments[count++].tiles();
+      segments[num_segments] = segments[s];
+      num_tiles += segments[num_segments++].tiles();
     }
   }
 };
@@ -171,7 +171,7 @@ static void multiply_lora(const Lora& a, const LoraSlice& slice, const int64_t* 
 
 // Computes the layer with one thread per tile. Used for many rows, and for a single thread.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
-  over_pieces(team, adapted.tiles, [&](int64_t number) {
+  over_pieces(team, adapted.num_tiles, [&](int64_t number) {
     const Segment* segment = adapted.segments;
     for (; number >= segment->tiles(); segment++) number -= segment->tiles();
     const Segment rows = segment->tile(number);
@@ -187,12 +187,12 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
 template <class T> static void multiply_split(const Lora& a, const Team& team, const AdaptedRows& adapted) {
   int64_t width = 0;
   for (int64_t p = 0; p < a.num_slices; p++) width += a.slices[p].R;
-  const int64_t num_rows = adapted.segments[adapted.count - 1].end;
+  const int64_t num_rows = adapted.segments[adapted.num_segments - 1].end;
   float* h = team.share(
       team.rank ? nullptr : (float*)penstock_scratch(SHARED, num_rows * width * (int64_t)sizeof(float)));
   // Multiplies by A, or by B if is_up.
   auto multiply_side = [&](bool is_up) __attribute__((always_inline)) {
-    over_pieces(team, adapted.count * a.num_slices * team.size, [&](int64_t piece) {
+    over_pieces(team, adapted.num_segments * a.num_slices * team.size, [&](int64_t piece) {
       const int64_t number = piece % team.size, p = piece / team.size % a.num_slices;
       const Segment& segment = adapted.segments[piece / team.size / a.num_slices];
       const LoraSlice& slice = a.slices[p];
@@ -200,12 +200,12 @@ template <class T> static void multiply_split(const Lora& a, const Team& team, c
       const int64_t step = round_up(ceil_div(total, team.size), is_up ? MIN_OUTPUTS : RANKS);
       const int64_t begin = min(number * step, total), end = min(begin + step, total);
       if (begin == end) return;
-      float* own = h + segment.begin * width;
-      for (int64_t before = 0; before < p; before++) own += a.slices[before].R;
+      float* slice_h = h + segment.begin * width;
+      for (int64_t before = 0; before < p; before++) slice_h += a.slices[before].R;
       for (int64_t i = 0; i < segment.tiles(); i++) {
         const Segment rows = segment.tile(i);
         const ThreadRange range = is_up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
-        multiply_lora<T>(a, slice, adapted.order, rows, own + (rows.begin - segment.begin) * width, width, range);
+        multiply_lora<T>(a, slice, adapted.order, rows, slice_h + (rows.begin - segment.begin) * width, width, range);
       }
     });
   };
@@ -220,9 +220,9 @@ template <class T> static void lora(const Lora& a, const Team& team) {
   const int64_t bytes = round_up(AdaptedRows::bytes(a), LINE);
   char* memory = (char*)penstock_scratch(PRIVATE, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
   const AdaptedRows adapted(a, memory);
-  if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
+  if (team.size == 1 || adapted.num_tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
-  else if (adapted.count) multiply_split<T>(a, team, adapted);
+  else if (adapted.num_segments) multiply_split<T>(a, team, adapted);
 }
 
 // Returns an upper bound of the work, which counts the largest rank for every row. The adapters of the rows are not

@@ -14,12 +14,12 @@ struct CoreContention {
 };
 
 constexpr int64_t MAX_LOOKAHEAD = 8;    // maximum number of operations in which `next_read` searches
-constexpr int64_t LONG_WAIT = 1000000;  // ns of waiting in a plan, after which thread 0 continues alone
+constexpr int64_t LONG_WAIT = 1000000;  // ns that thread 0 must have waited in a plan before it continues alone
 // Minimum and maximum length of a single-threaded period, in ns. The length doubles while the contention continues.
 constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;
 
 // Returns the memory that this thread reads first in the first of the next MAX_LOOKAHEAD operations that has a
-// `first_read`; an empty range if none has. The thread prefetches it while it waits at a barrier.
+// `first_read`; an empty range if none has. The thread prefetches this memory while it waits at a barrier.
 static PrefetchRange next_read(const PlanOperation* operations, int64_t from, int64_t count, const Team& team) {
   for (int64_t i = from; i < min(from + MAX_LOOKAHEAD, count); i++) {
     PrefetchRange ahead = operations[i].operation->first_read(operations[i].arguments, team);
@@ -42,8 +42,9 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
       needs_barrier = true;
       continue;
     }
-    // If thread 0 has waited for more than LONG_WAIT and a third of the time, another process probably uses a core,
-    // because uneven work causes shorter waits. Thread 0 then runs the operations after this one alone.
+    // If thread 0 has waited for more than LONG_WAIT and a third of the time since the plan began, another process
+    // probably uses a core, because uneven work causes shorter waits. Thread 0 then runs the operations after this one
+    // alone.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last_parallel, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);
@@ -87,13 +88,13 @@ struct StepInput {
 };
 
 // The arguments of a plan that runs num_steps times, once per forward step. Its last operation samples one token per
-// row into `tokens`. The first operation of the next step reads `tokens`.
+// row into `tokens`. The next step reads `tokens`.
 struct LoopArguments {
   const PlanOperation* operations;
   int64_t count;
   const StepInput* step_inputs;
   int64_t num_step_inputs, num_steps, rows;
-  int64_t* tokens;      // [rows]
+  int64_t* tokens;             // [rows]
   const int64_t* stop_tokens;  // [rows, num_stop_tokens]: tokens that end a row; padded with -1
   int64_t num_stop_tokens;
   int64_t* sampled_tokens;  // [num_steps, rows]

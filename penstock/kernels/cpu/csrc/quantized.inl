@@ -8,7 +8,7 @@
 // bytes, which are multiplied separately, hold their excess.
 
 constexpr int64_t GROUP = 32;                  // inputs
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store results of fewer bytes per layer directly
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // results of int8 layers below this size are stored from registers
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
 // ---- quantization of rows to 8 bits ----
@@ -310,7 +310,8 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
 // ---- products of bytes ----
 // add_bytes adds four products of an unsigned byte of w and a signed byte of x to each lane of a sum.
 
-// The maximum rows of a tile and the vectors of outputs that it computes at once, for int8 weights and for groups.
+// The maximum number of rows of a tile and the number of vectors of outputs that a tile computes at once, for int8
+// weights and for groups.
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
 #if PENSTOCK_LANES == 16
@@ -396,7 +397,7 @@ struct ByteBlock {
   int64_t units;       // number of units in the block; a unit is 4 inputs with int8 weights, else one or more groups
   const char* ahead;   // data to prefetch; null: none
   uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers with int8 weights, else floats
-  bool first, last;    // whether this is the first or the last block of the panel
+  bool is_first, is_last;  // whether this is the first or the last block of the panel
   const char* panel;   // the panel of the block
   const Linear* layer; // not null: the last block stores the results of this layer directly, instead of `sums`
   int64_t row, column; // of the first result
@@ -437,7 +438,8 @@ struct Bytes {
       vi sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++)
-          sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(stored + r * PANEL + v * W);
+          sums[r][v] = block.is_first ? block.x.starts[r * block.x.groups] - vi{}
+                                      : (vi)load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
@@ -450,8 +452,8 @@ struct Bytes {
           for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], weights[v], bytes);
         }
       }
-      if (block.last) add_extras(block, column, sums);
-      if (block.last && block.layer) {
+      if (block.is_last) add_extras(block, column, sums);
+      if (block.is_last && block.layer) {
         WITH_TYPE(block.layer->type, T, store_results<T>(block, column, sums));
         continue;
       }
@@ -520,7 +522,7 @@ template <int BITS> struct Groups {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;

@@ -1,5 +1,5 @@
-// Linear attention: the causal convolution, the gated delta rule, and output gates. If the number of rows of a sequence
-// is its length, it begins with a state of zeros. Otherwise it continues from the state at its slot.
+// Linear attention: the causal convolution, the gated delta rule, and output gates. A sequence whose number of
+// rows is its length begins with a state of zeros. Other sequences continue from the state at their slot.
 
 constexpr int64_t MAX_WIDTH = 8;       // largest width of the convolution
 constexpr int64_t MAX_KEY_DIM = 256;   // largest size of a key head
@@ -61,8 +61,8 @@ static int64_t work(const ShortConvolution& a) {
 static void run(const ShortConvolution& a, const Team& team) { WITH_TYPE(a.type, T, short_convolution<T>(a, team)); }
 KERNEL(short_convolution, ShortConvolution)
 
-// qkv [T, 2 K D + H F] and gates [T, 2 H], rows strided; decay [2, H]; states [N, H, D, F]; out [T, H, F]. K is the
-// number of key heads, H that of value heads.
+// qkv [T, 2 K D + H F] and gates [T, 2 H], rows strided; decay [2, H]: a factor and a bias per head; states
+// [N, H, D, F]; out [T, H, F]. K is the number of key heads, H that of value heads.
 struct GatedDeltaRule {
   int64_t type;
   const void *qkv, *gates;

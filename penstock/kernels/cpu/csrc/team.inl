@@ -51,8 +51,8 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
       else pause();
     }
   } while (nanoseconds() - begin < SPIN);
-  // Another process probably uses one of the cores. While this thread sleeps, the last thread of the team can run on
-  // this core.
+  // Another process probably uses one of the cores. While this thread sleeps, a thread that has not arrived can run
+  // on this core.
 #if defined(__linux__)
   __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
@@ -178,7 +178,7 @@ struct Operation {
 // and optionally
 //   PrefetchRange first_read(const Args&, const Team&)
 #define KERNEL(name, Args)                                                                          \
-  EXPORT(int64_t, name)(const Args& a) { return run_single(a); }                                     \
+  EXPORT(int64_t, name)(const Args& a) { return run_single(a); }                                    \
   extern "C" {                                                                                      \
   VISIBLE extern const Operation SYMBOL(name##_operation);                                          \
   const Operation SYMBOL(name##_operation) = {                                                      \

@@ -108,7 +108,7 @@ def _attend_keys(
 ):
     """Return the partial softmax of the queries over the keys begin:end.
 
-    It consists of the largest score, the sum of exponentials, and the weighted sum of values of each query.
+    The result is the largest score, the sum of exponentials, and the weighted sum of values of each query.
     """
     max_score = tl.full([M], float("-inf"), tl.float32)
     sum_exp = tl.zeros([M], tl.float32)

@@ -2,8 +2,8 @@
 
 A product multiplies all rows by one weight, or, with GROUPS, each group of rows by a separate weight. The
 rows are sorted by group: the rows of group g are at the positions ``starts[g]:starts[g + 1]`` of this order.
-With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row ``rows[p]`` of
-``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at the addresses
+With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row ``rows[p]``
+of ``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at the addresses
 ``weights[g]``.
 
 The inputs of a row are summed in tiles of fixed size and in fixed order, independent of the other rows.

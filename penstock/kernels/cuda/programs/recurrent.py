@@ -34,8 +34,8 @@ def convolve(
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_channel = channels < width
-    numbers = tl.arange(0, SEQUENCES)
-    ends = tl.load(row_offsets + 1 + numbers, mask=numbers < num_sequences, other=2147483647)
+    sequences = tl.arange(0, SEQUENCES)
+    ends = tl.load(row_offsets + 1 + sequences, mask=sequences < num_sequences, other=2147483647)
     sequence = tl.sum((ends <= row).to(tl.int32), 0)
     first = tl.load(row_offsets + sequence).to(tl.int64)
     count = tl.load(row_offsets + sequence + 1).to(tl.int64) - first
@@ -128,7 +128,7 @@ def delta_rule(
     s = tl.load(addresses, mask=is_element, other=0.0)
     s = tl.where(is_new, 0.0, s)
     key_head = head // (heads // key_heads)
-    rate, bias = tl.load(decay + head), tl.load(decay + heads + head)
+    decay_rate, bias = tl.load(decay + head), tl.load(decay + heads + head)
     for row in range(first, end):
         start = qkv + row * qkv_stride
         q = tl.load(start + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
@@ -138,11 +138,11 @@ def delta_rule(
         ).to(tl.float32)
         q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
         k = k * (1 / tl.sqrt(tl.sum(k * k, 0) + eps))
-        update = tl.load(gates + row * gates_stride + head).to(tl.float32)
+        update_logit = tl.load(gates + row * gates_stride + head).to(tl.float32)
         gate = tl.load(gates + row * gates_stride + heads + head).to(tl.float32) + bias
         softplus = tl.where(gate > 20, gate, tl.log(1 + tl.exp(tl.minimum(gate, 20.0))))
-        s = s * tl.exp(-rate * softplus)
-        change = (v - tl.sum(s * k[:, None], 0)) / (1 + tl.exp(-update))
+        s = s * tl.exp(-decay_rate * softplus)
+        change = (v - tl.sum(s * k[:, None], 0)) / (1 + tl.exp(-update_logit))
         s += k[:, None] * change[None, :]
         result = tl.sum(s * q[:, None], 0)
         tl.store(
