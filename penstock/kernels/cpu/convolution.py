@@ -21,7 +21,7 @@ class CpuConvolution(CpuRecurrent):
         supported = {
             f"{x.dtype} activations": x.dtype in DTYPE_CODES,
             "this memory layout": x.dim() == 2 and x.stride(1) == 1,
-            f"{packed.groups} groups of {packed.in_channels} channels": packed.weight is None,
+            f"{packed.groups} groups for {packed.in_channels} channels": packed.weight is None,
         }
         if not all(supported.values()):
             self._report_fallback("conv1d", supported)
