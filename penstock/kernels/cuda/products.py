@@ -21,7 +21,7 @@ from penstock.kernels.linear import PackedLinear
 from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS
 
 _INPUTS = 64
-"""Number of inputs per tile. It is fixed because the order of additions depends on it."""
+"""Number of inputs per tile. The number is fixed, because the order of additions depends on it."""
 _MAX_ROW_WEIGHTS, _MAX_ROW_INPUTS = 8192, 4096
 """Maximum number of weights, and of inputs, that a program for a single row reads at once."""
 
