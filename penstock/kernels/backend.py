@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.kernels.graph import GraphCompiler
     from penstock.kernels.ops import Ops
 
-_BUILT_IN = "penstock.kernels"
+_BUILT_IN_PACKAGE = "penstock.kernels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,10 @@ class Backend:
 
     @property
     def packs_weights(self) -> bool:
-        """Whether this back end packs weights into a layout other than rows, which a file can cache."""
+        """Whether this back end packs weights into a layout other than rows.
+
+        Weights in such a layout can be cached in a file.
+        """
         return self.layout != "rows"
 
     def num_bytes(self, encoding: LinearEncoding, out_features: int, in_features: int) -> int:
@@ -116,8 +119,8 @@ class BackendRegistry:
     @property
     def backends(self) -> tuple[Backend, ...]:
         """All back ends, highest priority first."""
-        found = {record.name: record for record in self._discovered_backends} | self._registered
-        return tuple(sorted(found.values(), key=lambda record: (-record.priority, record.name)))
+        by_name = {record.name: record for record in self._discovered_backends} | self._registered
+        return tuple(sorted(by_name.values(), key=lambda record: (-record.priority, record.name)))
 
     def register(self, backend: Backend) -> None:
         """Add a back end that is not in a folder of this registry.
@@ -165,15 +168,15 @@ class BackendRegistry:
     @cached_property
     def _discovered_backends(self) -> tuple[Backend, ...]:
         """The records of the back ends in all folders."""
-        found = []
-        for package in [_BUILT_IN, *map(_make_package, self._more_folders)]:
+        records = []
+        for package in [_BUILT_IN_PACKAGE, *map(_make_package, self._more_folders)]:
             for folder in iter_modules(import_module(package).__path__):
                 if not folder.ispkg:
                     continue
                 record = getattr(import_module(f"{package}.{folder.name}"), "BACKEND", None)
                 if isinstance(record, Backend):
-                    found.append(record)
-        return tuple(found)
+                    records.append(record)
+        return tuple(records)
 
 
 BACKENDS = BackendRegistry()

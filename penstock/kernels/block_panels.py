@@ -1,4 +1,4 @@
-"""The panel layout of the block encodings, with N outputs and K inputs.
+"""The panel layout of the block encodings, for a weight with N outputs and K inputs.
 
 The tensor ``panels`` is ``[ceil(N / 64), ceil(K / unit), bytes]`` uint8, little-endian. The last dimension
 holds the weights of a unit: 64 outputs and ``unit`` inputs. The encoding determines ``unit``:
@@ -18,7 +18,7 @@ A group has 32 inputs of 64 outputs:
   ``[64]`` if the encoding has minima.
 
 Padding is 0. The tensor ``scales`` contains the row scales ``[N]`` of encodings that have them. In the shapes
-of comments, P is the number of panels and G the number of groups.
+of comments, P is the number of panels and G the number of groups of a panel.
 """
 
 from __future__ import annotations
@@ -73,15 +73,17 @@ class BlockPanels(PanelLayout):
             if name in rows and size <= GROUP:
                 parts.append(_to_bytes(rows[name], extra_rows, padded.shape[1] // GROUP, GROUP // size))
         records = torch.cat(parts, dim=2).view(len(groups), units, -1)
-        factors = [_to_bytes(rows[name], extra_rows, units, 1) for name in self._unit_names() if name in rows]
+        factors = [
+            _to_bytes(rows[name], extra_rows, units, 1) for name in self._unit_tensor_names() if name in rows
+        ]
         panels = {"panels": torch.cat([records, *factors], dim=2)}
         return panels | ({"scales": rows["row_scales"]} if kind.has_row_scales else {})
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         kind, panels = self._kind, tensors["panels"]
-        records, *factors = torch.split(panels, self._unit_sizes(), dim=2)
+        records, *factors = torch.split(panels, self._unit_part_bytes(), dim=2)
         groups = records.reshape(len(panels), -1, PANEL * kind.group_bytes)  # [P, G, bytes]
-        low, high, *scales = torch.split(groups, self._group_sizes(), dim=2)
+        low, high, *scales = torch.split(groups, self._group_part_bytes(), dim=2)
         pairs = low.reshape(*low.shape[:2], 4, PANEL, 4)
         pairs_of_codes = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
         codes = pairs_of_codes.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
@@ -104,22 +106,22 @@ class BlockPanels(PanelLayout):
             add("scales", scales[0], kind.scale_type, kind.scaled_inputs)
         if kind.min_type:
             add("minima", scales[1], kind.min_type, GROUP)
-        for name, columns in zip(self._unit_names(), factors, strict=False):
+        for name, columns in zip(self._unit_tensor_names(), factors, strict=False):
             add(name, columns, kind.scale_type if kind.has_unit_scales else "f16", kind.unit)
         return rows | ({"row_scales": tensors["scales"]} if kind.has_row_scales else {})
 
-    def _unit_names(self) -> tuple[str, ...]:
+    def _unit_tensor_names(self) -> tuple[str, ...]:
         """Return the names of the tensors that can follow the groups of a unit, in their order."""
         return ("scales",) if self._kind.has_unit_scales else ("factors", "min_factors")
 
-    def _unit_sizes(self) -> list[int]:
+    def _unit_part_bytes(self) -> list[int]:
         """Return the bytes of all groups of a panel's unit, then of each tensor that follows the groups."""
         kind = self._kind
         factors = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
         factors = factors or [2 * PANEL] * (kind.factor_bytes // 2)
         return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
 
-    def _group_sizes(self) -> list[int]:
+    def _group_part_bytes(self) -> list[int]:
         """Return the bytes of each part of a group of a panel: low bits, high bits, scales, minima.
 
         Scales are omitted if they follow the groups, and minima if the encoding has none.
@@ -135,7 +137,7 @@ def _to_bytes(numbers: Tensor, extra_rows: int, units: int, per_unit: int) -> Te
     """Return scales, minima or factors as the bytes of P panels, ``[P, units, per_unit * 64 * itemsize]``.
 
     Args:
-        numbers: ``[out, n]`` with n at most ``units * per_unit``. Padded with zero columns.
+        numbers: ``[out, n]`` with n at most ``units * per_unit``. Missing columns are zero in the result.
         extra_rows: number of zero rows that pad the last panel.
         units: number of units per panel, or of groups for numbers that follow each group.
         per_unit: how many numbers of an output follow each unit or group.

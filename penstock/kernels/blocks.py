@@ -171,8 +171,8 @@ def _choose_float_scales(kind: BlockKind, groups: Tensor) -> Tensors:
     finite = absmax.isfinite()
     if kind.scale_type == "e8m0":
         exponents = torch.frexp(torch.where(finite & (absmax > 0), absmax, 1.0)).exponent - 3
-        powers = torch.where(absmax > 0, (exponents + 127).clamp(0, 254), 127)
-        return {"scales": powers.masked_fill(~finite, _NAN_E8M0).to(torch.uint8)}
+        biased_exponents = torch.where(absmax > 0, (exponents + 127).clamp(0, 254), 127)
+        return {"scales": biased_exponents.masked_fill(~finite, _NAN_E8M0).to(torch.uint8)}
     row_absmax = torch.where(finite, absmax, 0.0).amax(1)
     row_scales = torch.where(row_absmax > 0, row_absmax / (_LARGEST_FP4 * _LARGEST_FP8), 1.0)
     ratios = (torch.where(finite, absmax, 0.0) / _LARGEST_FP4 / row_scales[:, None]).clamp(max=_LARGEST_FP8)
@@ -192,9 +192,13 @@ def _choose_integer_scales(kind: BlockKind, groups: Tensor) -> Tensors:
         return _encode_scales(kind.scale_type, magnitudes / largest_number, "scales", "factors")
     if kind.is_centred:
         spread = (high - low).masked_fill(~groups.isfinite().all(-1), torch.nan)
-        halves = (spread / (largest_number + kind.offset)).half()
+        float16_scales = (spread / (largest_number + kind.offset)).half()
         row_scales = torch.ones(len(groups), device=groups.device)
-        return {"scales": halves, "minima": (-low - kind.offset * halves).half(), "row_scales": row_scales}
+        return {
+            "scales": float16_scales,
+            "minima": (-low - kind.offset * float16_scales).half(),
+            "row_scales": row_scales,
+        }
     scales = _encode_scales(kind.scale_type, (high - low) / largest_number, "scales", "factors")
     return scales | _encode_scales(kind.min_type, -low, "minima", "min_factors")
 

@@ -16,8 +16,8 @@ whole panels and groups, and padded with zeros:
     each of the four outputs.
   - A table with room for 64 float32 scales per group.
   - Two int32 strides, and 56 bytes of padding. The scale of group g and output n is the entry
-    ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups of an output have
-    the same scale, else 1 and 0 if all outputs of a group have the same scale, else 64 and 1.
+    ``g * strides[0] + n * strides[1]`` of the table. The strides are 0 and 1 if all groups of each output
+    have the same scale, else 1 and 0 if all outputs of each group have the same scale, else 64 and 1.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from penstock.kernels.quantized import quantize
 
 LARGEST_FP8 = 448.0
 _TOP_EXPONENT = 14
-"""Binary exponent (as of `torch.frexp`) that row scales give to the largest float16 scale of each row.
+"""Binary exponent, as returned by `torch.frexp`, of the largest float16 scale of each row.
 
-It is near the maximum exponent of float16, 16, so that small scales of the row keep their precision.
+`split_scales` chooses the row scale accordingly. The exponent is near the maximum of float16, 16, so that
+small scales of the row keep their precision.
 """
 
 
@@ -76,14 +77,14 @@ def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
         group_size: number of inputs that share a scale, a multiple of 32. The last group may be shorter.
     """
     groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
-    halves, row_scales = split_scales(scales)
+    float16_scales, row_scales = split_scales(scales)
 
     def repeat_per_group(values: Tensor) -> Tensor:
         return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
 
     return {
         "weight": codes.contiguous(),
-        "scales": repeat_per_group(halves),
+        "scales": repeat_per_group(float16_scales),
         "zeros": repeat_per_group(zeros.to(torch.uint8)),
         "row_scales": row_scales,
     }
@@ -95,16 +96,16 @@ def quantize_codes(weight: Tensor, bits: int) -> Tensors:
     padded = F.pad(weight.float(), (0, -weight.shape[1] % GROUP))
     groups = padded.view(len(weight), -1, GROUP)
     low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
-    halves, row_scales = split_scales((high - low) / max_code)
-    scales = halves.float() * row_scales[:, None]
-    valid = scales.isfinite() & (scales > 0)
-    inverse = torch.where(valid, 1 / scales, 0.0)
+    float16_scales, row_scales = split_scales((high - low) / max_code)
+    scales = float16_scales.float() * row_scales[:, None]
+    is_valid = scales.isfinite() & (scales > 0)
+    inverse = torch.where(is_valid, 1 / scales, 0.0)
     middle = torch.full_like(scales, 1 << bits - 1)
-    zeros = torch.where(valid, (-low * inverse).round().clamp(0, max_code), middle)
+    zeros = torch.where(is_valid, (-low * inverse).round().clamp(0, max_code), middle)
     codes = ((groups * inverse[..., None]).nan_to_num().round() + zeros[..., None]).clamp(0, max_code)
     return {
         "weight": codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
-        "scales": halves,
+        "scales": float16_scales,
         "zeros": zeros.to(torch.uint8),
         "row_scales": row_scales,
     }
@@ -156,8 +157,8 @@ class CodePanels(PanelLayout):
         groups = F.pad(codes, (0, -codes.shape[1] % GROUP, 0, extra_rows)).view(
             -1, PANEL, rows["scales"].shape[1], GROUP
         )
-        columns_first = groups.transpose(1, 2)  # [P, G, 64, 32]
-        steps = columns_first.reshape(*columns_first.shape[:3], 8, 4).transpose(2, 3)  # [P, G, 8, 64, 4]
+        groups_first = groups.transpose(1, 2)  # [P, G, 64, 32]
+        steps = groups_first.reshape(*groups_first.shape[:3], 8, 4).transpose(2, 3)  # [P, G, 8, 64, 4]
         if self._bits == 4:
             steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
         columns = [
@@ -172,12 +173,12 @@ class CodePanels(PanelLayout):
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         code_bytes = PANEL * GROUP * self._bits // 8
-        codes, halves, zeros = torch.split(tensors["panels"], [code_bytes, 2 * PANEL, PANEL], dim=2)
+        codes, scale_bytes, zeros = torch.split(tensors["panels"], [code_bytes, 2 * PANEL, PANEL], dim=2)
         steps = codes.reshape(*codes.shape[:2], -1, PANEL, 4)
         if self._bits == 4:
             steps = torch.stack([steps & 15, steps >> 4], dim=3).flatten(2, 3)
         weight = steps.transpose(2, 3).flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
-        scales = halves.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
+        scales = scale_bytes.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
         return {
             "weight": weight[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),
@@ -192,17 +193,18 @@ class CodePanels(PanelLayout):
 def quantize_fp8(weight: Tensor) -> Tensors:
     """Quantize a weight ``[out, in]`` to 8-bit floats.
 
-    The largest magnitude of an output becomes 448. A group with a NaN or an infinity becomes NaN.
+    A group with a NaN or an infinity becomes NaN. The largest magnitude of the other groups of an output
+    becomes 448.
     """
     padded = F.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
     groups = padded.view(len(weight), -1, FP8_GROUP)
     largest = groups.abs().amax(-1)  # [out, G]
-    finite = largest.isfinite()
-    scales = torch.where(finite, largest, 0.0).amax(1, keepdim=True) / LARGEST_FP8
+    is_finite = largest.isfinite()
+    scales = torch.where(is_finite, largest, 0.0).amax(1, keepdim=True) / LARGEST_FP8
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     numbers = (groups * inverse[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).flatten(1)[:, : weight.shape[1]]
     codes = numbers.nan_to_num().to(torch.float8_e4m3fn).contiguous().view(torch.uint8)
-    return {"weight": codes, "scales": torch.where(finite, scales, torch.nan)}
+    return {"weight": codes, "scales": torch.where(is_finite, scales, torch.nan)}
 
 
 def unpack_fp8(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -252,14 +254,15 @@ class Fp8Panels(PanelLayout):
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         num_panels, groups = -(-out_features // PANEL), -(-in_features // FP8_GROUP)
         code_bytes, scale_bytes = PANEL * FP8_GROUP * groups, 4 * PANEL * groups
-        codes, rest = tensors["panels"].tensor_split([num_panels * code_bytes])
-        tables, strides = torch.split(rest.view(num_panels, -1), [scale_bytes, FP8_STRIDES], dim=1)
+        codes, table_bytes = tensors["panels"].tensor_split([num_panels * code_bytes])
+        tables, strides = torch.split(table_bytes.view(num_panels, -1), [scale_bytes, FP8_STRIDES], dim=1)
         steps = codes.reshape(num_panels, groups, -1, PANEL // 4, 2, 4, 2)  # [P, G, 32, 16, 2, 4, 2]
         weight = steps.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).flatten(0, 2)
         stride_pairs = strides.contiguous().view(torch.int32)[:, :2].long()
-        by_group, by_output = stride_pairs.T[..., None, None]  # [P, 1, 1] each
-        entries = torch.arange(groups) * by_group + torch.arange(PANEL)[:, None] * by_output  # [P, 64, G]
-        scales = tables.contiguous().view(torch.float32).gather(1, entries.flatten(1)).view(-1, groups)
+        group_strides, output_strides = stride_pairs.T[..., None, None]  # [P, 1, 1] each
+        outputs = torch.arange(PANEL)[:, None]
+        entry_indices = torch.arange(groups) * group_strides + outputs * output_strides  # [P, 64, G]
+        scales = tables.contiguous().view(torch.float32).gather(1, entry_indices.flatten(1)).view(-1, groups)
         return {
             "weight": weight[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),

@@ -31,13 +31,13 @@ class PackedConv1d:
     kernel_size: int
     stride: int = 1
     padding: int = 0
-    """Number of zero rows before the first input row, and also after the last."""
+    """Number of zero rows that are added at each end of a sequence."""
     dilation: int = 1
     groups: int = 1
     linear: PackedLinear | None = None
     """Set for one group: a linear layer ``[out, kernel_size * in]``, inputs sorted by tap, then channel."""
     taps: Tensor | None = None
-    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, and float32 ``bias``."""
+    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, like its ``bias``."""
     weight: Tensor | None = None
     """Set for all other convolutions: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None

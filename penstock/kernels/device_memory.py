@@ -11,7 +11,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def free(self) -> int:
-        """Return the free bytes of the device. Frees memory that is reserved but unused first."""
+        """Return the free bytes of the device, after freeing memory that is reserved but unused."""
 
     @abstractmethod
     def peak(self, work: Callable[[], object]) -> int:

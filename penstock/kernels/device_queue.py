@@ -23,7 +23,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16
 """Alignment in bytes of the tensors of an `UploadBatch`. Kernels read aligned tensors in wider units."""
-_current = threading.local()
+_thread_state = threading.local()
 """``batch``: the `UploadBatch` of the `uploaded_together` block that this thread runs, if it runs one."""
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def upload(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cpu":
         return values if isinstance(values, Tensor) else torch.from_numpy(values)
-    batch = getattr(_current, "batch", None)
+    batch = getattr(_thread_state, "batch", None)
     if batch is not None and batch.device == device and isinstance(values, np.ndarray):
         batched: Tensor | None = batch.add(values)
         if batched is not None:
@@ -101,11 +101,11 @@ def uploaded_together(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    _current.batch = batch = UploadBatch(device)
+    _thread_state.batch = batch = UploadBatch(device)
     try:
         yield
     finally:
-        _current.batch = None
+        _thread_state.batch = None
         batch.copy()
 
 
@@ -121,16 +121,16 @@ class UploadBatch:
     def __init__(self, device: torch.device, num_bytes: int = 1 << 16, *, is_pinned: bool = True) -> None:
         self.device = device
         self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._bytes = self._host.numpy()
+        self._host_bytes = self._host.numpy()
         self._target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._used_bytes = 0
 
     def add(self, array: np.ndarray) -> Tensor | None:
         """Return the tensor that `copy` fills with ``array``; None if the array is empty or does not fit."""
         start, stop = self._used_bytes, self._used_bytes + array.nbytes
-        if stop > len(self._bytes) or array.nbytes == 0:
+        if stop > len(self._host_bytes) or array.nbytes == 0:
             return None
-        self._bytes[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._host_bytes[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._used_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
         dtype = torch.from_numpy(array[:0]).dtype
         return self._target[start:stop].view(dtype).view(array.shape)
@@ -138,5 +138,5 @@ class UploadBatch:
     def copy(self) -> None:
         """Copy all collected arrays to the device."""
         if self._used_bytes:
-            num_bytes = min(self._used_bytes, len(self._bytes))
+            num_bytes = min(self._used_bytes, len(self._host_bytes))
             self._target[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)

@@ -1,4 +1,4 @@
-"""The experts of mixture-of-experts layers: MLPs of equal shape, of which each row uses a few."""
+"""The experts of mixture-of-experts layers: MLPs of equal shape. Each row uses a few of them."""
 
 from __future__ import annotations
 

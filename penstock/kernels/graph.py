@@ -23,7 +23,7 @@ Step: TypeAlias = Callable[[Ops, Mapping[str, Tensor]], Iterable[Tensor]]
 """A function that runs a step on the given operations and inputs, and returns the results of the step."""
 
 _MAX_SEEN_KEYS = 1024
-"""Maximum number of keys of earlier steps that a `GraphCache` remembers, in addition to its graphs."""
+"""Maximum number of keys that a `GraphCache` remembers after their first occurrence."""
 _MIN_COLUMNS = 128
 """Minimum number of columns to which `GraphCache` pads two-dimensional inputs."""
 
@@ -75,7 +75,7 @@ class Graph(ABC):
         Args:
             inputs: inputs of the first step, as for `replay`. One of them is named ``tokens``, ``[R]``.
             step_values: by name, the values ``[n, ...]`` of the other inputs that differ between steps.
-            sampling: the parameters of the R rows of the first result. The method ignores its uniforms.
+            sampling: the parameters of the R rows of the first result. ``sampling.uniforms`` is ignored.
             uniforms: one random number in [0, 1) per step and row.
             stop_tokens: the tokens that end each row, padded with -1.
             ranks: the ranks of the model, which all call this method; None if the model has one rank. All
@@ -99,7 +99,7 @@ class GraphCompiler(ABC):
     max_rows: int
     """Maximum number of rows of captured steps. Steps with more rows would not become faster."""
     max_graphs: int = 64
-    """Maximum number of graphs of a `GraphCache`, unless it sets another number."""
+    """Maximum number of graphs of a `GraphCache`, unless the cache sets another number."""
 
     @abstractmethod
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[Graph, tuple[Tensor, ...]]:
@@ -122,7 +122,7 @@ class GraphCache:
         max_graphs: maximum number of graphs; by default ``max_graphs`` of the compiler. If there are more,
             the least recently used graph is dropped.
         max_bytes: maximum memory of the graphs, see `Graph.memory`; unlimited by default. The least recently
-            used graphs are dropped until the rest fits. A single graph that is larger than the limit is
+            used graphs are dropped until the others fit. A single graph that is larger than the limit is
             dropped, and its step runs eagerly from then on.
         pads_columns: whether captured two-dimensional inputs are padded to `columns`. A padded graph fits
             block tables of several widths.

@@ -64,7 +64,7 @@ class StateInputs:
     layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
 
     def layer(self, index: int) -> LayerState:
-        """Return the states of the layer with linear attention number ``index``."""
+        """Return the states of a layer; ``index`` counts only the layers with linear attention."""
         return LayerState(*self.layers[index], self.slots, self.saves)
 
     def snapshot(self) -> Callable[[], None]:
@@ -127,7 +127,7 @@ class KVCacheInputs:
         """Return the inputs of the next step of the same batch, in which each sequence adds one row.
 
         The block of each added row must be reserved (``KVCache.reserve(context, lookahead)``), so that this
-        method needs no block pool. It computes on the device of the tensors.
+        method needs no block pool. The method computes on the device of the tensors.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
         groups = []

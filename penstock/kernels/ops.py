@@ -69,7 +69,10 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @property
     def packs_weights(self) -> bool:
-        """Whether this back end packs weights into a layout other than `ROWS`, which a file can cache."""
+        """Whether this back end packs weights into a layout other than `ROWS`.
+
+        Weights in such a layout can be cached in a file.
+        """
         return self.layout != ROWS
 
     @property
@@ -314,7 +317,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x[:, :F]) * x[:, F:]``, ``[T, F]``, for ``x [T, 2F]``."""
 
-    @operation(functions={"change": CFunction("2q 2P 3q 2d")})
+    @operation(functions={"apply_function": CFunction("2q 2P 3q 2d")})
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return ``activation(x)`` for ``x [T, F]``, computed in float32, returned in x's type."""

@@ -9,10 +9,10 @@ inputs that a layout stores together: 1, 2, 4 or 32. Padding weights are 0. The 
   instruction reads them.
 * `Int8Panels`: ``[N / 64, K / 4, 64, 4]`` uint8, the integer + 128, and one float32 scale per output, not
   padded.
-* `GroupPanels` of 4 bits: ``[N / 64, K / 32, 1152]`` uint8. A group of 32 inputs has 1024 bytes of integers
-  + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low half and input
-  j + 4 in its high half. The 64 float16 scales of the group follow.
-* `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of the integers + 16 are
+* `GroupPanels` of 4 bits: ``[N / 64, K / 32, 1152]`` uint8. A group of 32 inputs has 1024 bytes, which
+  store each integer + 8, in four steps ``[64, 4]`` of 8 inputs. Byte j of an output holds input j in its low
+  half and input j + 4 in its high half. The 64 float16 scales of the group follow.
+* `GroupPanels` of 5 bits: ``[N / 64, K / 32, 1408]`` uint8. The low four bits of each integer + 16 are
   stored like integers of 4 bits. Then a little-endian 32-bit word per output holds the fifth bits: bit
   8 j + 2 s belongs to input j of step s, and the next bit to input j + 4 (j < 4). The scales follow.
 """
@@ -57,7 +57,7 @@ class PanelLayout(ABC):
 
     @abstractmethod
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
-        """Return the tensors in panels of a weight; ``rows`` are the tensors of `LinearEncoding.pack`."""
+        """Return a weight in this layout; ``rows`` are the tensors of `LinearEncoding.pack`."""
 
     @abstractmethod
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
@@ -125,8 +125,10 @@ class GroupPanels(PanelLayout):
         fifth = ((groups >> 4).long() << FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
         words = (fifth[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)  # [P, G, 256]
         columns = F.pad(scales, (0, 0, 0, extra_rows)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
-        halves = columns.contiguous().view(torch.uint8)  # [P, G, 128]
-        return {"panels": torch.cat([low, words, halves] if self._bits > 4 else [low, halves], dim=2)}
+        scale_bytes = columns.contiguous().view(torch.uint8)  # [P, G, 128]
+        return {
+            "panels": torch.cat([low, words, scale_bytes] if self._bits > 4 else [low, scale_bytes], dim=2)
+        }
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         panels = tensors["panels"]
@@ -136,8 +138,8 @@ class GroupPanels(PanelLayout):
         groups = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
         if self._bits > 4:
             words = panels[..., _LOW_BYTES : -2 * PANEL]
-            octets = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
-            groups = groups | (octets.sum(-1, keepdim=True) >> FIFTH_BITS.flatten() & 1).short() << 4
+            shifted_bytes = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
+            groups = groups | (shifted_bytes.sum(-1, keepdim=True) >> FIFTH_BITS.flatten() & 1).short() << 4
         integers = (groups - (1 << self._bits - 1)).to(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
         scales = columns.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
         return {

@@ -49,8 +49,8 @@ def multiply_groups(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | Non
     Groups are added in float32, in their order. The product with scale_w and the addition round once, as a
     fused multiply-add does. The sum plus the bias is rounded once to the type of x.
     """
-    x_codes, x_scales = quantize(_groups(x.float()))  # [T, G, 32], [T, G]
-    weights = _groups(tensors["weight"].float())  # [out, G, 32]
+    x_codes, x_scales = quantize(_as_groups(x.float()))  # [T, G, 32], [T, G]
+    weights = _as_groups(tensors["weight"].float())  # [out, G, 32]
     scales = tensors["scales"].double()  # [out, G]
     y = torch.zeros(len(x), len(weights), dtype=torch.float32, device=x.device)
     for group in range(weights.shape[1]):
@@ -105,9 +105,9 @@ def quantize_groups(weight: Tensor, bits: int, importance: Tensor | None) -> tup
     in_features = weight.shape[1]
     if importance is None:
         importance = torch.ones(in_features, device=weight.device)
-    factors = _groups(importance.float()[None])  # [1, G, 32]
+    factors = _as_groups(importance.float()[None])  # [1, G, 32]
     row_blocks = [
-        _search_scales(_groups(weight[start : start + _ROWS_PER_SEARCH].float()), factors, bits)
+        _search_scales(_as_groups(weight[start : start + _ROWS_PER_SEARCH].float()), factors, bits)
         for start in range(0, weight.shape[0], _ROWS_PER_SEARCH)
     ]
     integers = torch.cat([block_integers for block_integers, _ in row_blocks])  # [out, G, 32]
@@ -166,6 +166,6 @@ def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tenso
     return integers.to(torch.int8), scale[..., 0].half()
 
 
-def _groups(x: Tensor) -> Tensor:
+def _as_groups(x: Tensor) -> Tensor:
     """Return ``[rows, in]`` as ``[rows, G, 32]``, padded with zeros."""
     return F.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -(-x.shape[1] // GROUP), GROUP)

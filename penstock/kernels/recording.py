@@ -9,9 +9,9 @@ location, so that a replay needs neither the model nor Python between two operat
 * An *input* is an argument of each replay: tokens, positions, block tables, the adapter of each row.
 * Every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
 
-A step can be recorded if its model applies only operations and views to activations. The result of any other
-function has no known location. Passing it to an operation raises `UnrecordableStepError`. Sizes are part of
-the plan, which replays only steps of exactly the recorded shapes.
+A step can be recorded if its model applies only operations and views to activations. The result of any
+other function has no known location. Passing such a result to an operation raises `UnrecordableStepError`.
+Sizes are part of the plan, which replays only steps of exactly the recorded shapes.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
             the step has no known origin.
     """
     recorder = _Recorder(inputs)
-    results = tuple(recorder.activation(tensor) for tensor in step(recording_ops(ops, recorder)))
+    results = tuple(recorder.activation_ref(tensor) for tensor in step(recording_ops(ops, recorder)))
     offsets, arena_bytes = _allocate_arena(recorder.buffers, recorder.records, results)
     return Plan(
         tuple(recorder.records),
@@ -155,7 +155,7 @@ class _Recorder:
         refs = tuple(self._result(tensor) for tensor in result_tensors(results))
         self.records.append(Record(operation, arguments, refs))
 
-    def activation(self, tensor: Tensor) -> TensorRef:
+    def activation_ref(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a tensor in the memory of an input, a recorded result or a known weight.
 
         Raises:
@@ -168,7 +168,7 @@ class _Recorder:
             )
         return _make_reference(location, tensor)
 
-    def weight(self, tensor: Tensor) -> TensorRef:
+    def weight_ref(self, tensor: Tensor) -> TensorRef:
         """Return the reference of a tensor that is the same in all steps."""
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._locations:
@@ -177,31 +177,31 @@ class _Recorder:
         return _make_reference(self._locations[pointer], tensor)
 
     def references(self, value: object) -> object:
-        """Return an argument in which a `TensorRef` replaces each tensor that differs between steps."""
+        """Return an argument in which a `TensorRef` replaces each tensor, except those of `PackedExperts`."""
         if isinstance(value, LayerKV):  # all steps use the same cache, but other block tables and slots
             return self._replace(value, ("cache", "scales"), ("block_tables", "slots"))
         if isinstance(value, LayerState):  # all steps use the same states, but other slots
             return self._replace(value, ("inputs", "recurrent"), ("slots", "saves"))
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
             matrices, ranks = (
-                _map_objects(part, Tensor, self.weight) for part in (value.matrices, value.ranks)
+                _map_objects(part, Tensor, self.weight_ref) for part in (value.matrices, value.ranks)
             )
             lora_refs: dict[str, Any] = {
-                "rows": self.activation(value.rows),
+                "rows": self.activation_ref(value.rows),
                 "matrices": matrices,
                 "ranks": ranks,
             }
             return replace(value, **lora_refs)
-        return _map_objects(value, Tensor, self.activation)
+        return _map_objects(value, Tensor, self.activation_ref)
 
     def _replace(
         self, value: LayerKV | LayerState, weights: Sequence[str], activations: Sequence[str]
     ) -> object:
         """Return a copy in which references replace the tensors of some fields. None stays None."""
-        refs: dict[str, Any] = {name: self.activation(getattr(value, name)) for name in activations}
+        refs: dict[str, Any] = {name: self.activation_ref(getattr(value, name)) for name in activations}
         for name in weights:
             tensor: Tensor | None = getattr(value, name)
-            refs[name] = None if tensor is None else self.weight(tensor)
+            refs[name] = None if tensor is None else self.weight_ref(tensor)
         return replace(value, **refs)
 
     def _result(self, tensor: Tensor) -> TensorRef:
@@ -237,7 +237,7 @@ def _make_recording_method(row: Operation, inner: Ops, recorder: _Recorder) -> C
             arguments = row.simplify(arguments)
         # References are created first, so that an unrecordable step fails before the operation runs.
         references = {
-            name: _map_objects(value, Tensor, recorder.weight)
+            name: _map_objects(value, Tensor, recorder.weight_ref)
             if name in row.weights
             else recorder.references(value)
             for name, value in arguments.items()

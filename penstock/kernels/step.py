@@ -20,7 +20,7 @@ class StepInputs:
 
     ops: Ops
     positions: Tensor  # [T] int64
-    row_offsets: Tensor  # [B + 1] int32: sequence b owns rows row_offsets[b]:row_offsets[b + 1]
+    row_offsets: Tensor  # [B + 1] int32: sequence b has the rows row_offsets[b]:row_offsets[b + 1]
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     text_lengths: Tensor | None = None

@@ -182,7 +182,7 @@ def test_default_sizes_depend_on_the_device_type() -> None:
     assert gpu.graphs is None
 
 
-def test_a_deterministic_session_requires_deterministic_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_deterministic_session_calls_require_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class NonDeterministicOps(ReferenceOps):

@@ -1,4 +1,4 @@
-"""In deterministic back ends, the bits of a row do not depend on its batch, its position or the threads."""
+"""In deterministic back ends, a row has the same bits in any batch and with any number of threads."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def check_attention_rows_are_independent(
 ) -> None:
     """Check that attention has the same bits in random chunks and batches as in one call for the sequence."""
     torch.manual_seed(0)
-    # The reference is slow, so the sequence is short. Its bits depend on the block size, so only one is used.
+    # The reference is slow, so its sequence is short. Its bits depend on the block size, so it has only one.
     is_reference = ops.implementations()["attention"] == "reference"
     length, block_sizes = (100, [32]) if is_reference else (LENGTH, [16, 32, 128])
     sequence, other_sequence = random_sequence(length, *shape, dtype), random_sequence(length, *shape, dtype)

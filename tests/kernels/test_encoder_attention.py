@@ -109,7 +109,7 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
                 assert torch.equal(single_result, full_result[rows])
 
 
-def test_the_reference_is_scaled_dot_product_attention() -> None:
+def test_the_reference_equals_scaled_dot_product_attention_of_torch() -> None:
     q, k, v, offsets = random_batch([9], 4, 2, 8, torch.float32)
     for is_causal in (False, True):
         actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=8**-0.5, is_causal=is_causal)

@@ -24,7 +24,7 @@ ENCODING = HalvedEncoding({name!r})
 """
 
 
-def test_each_file_is_an_encoding(tmp_path: Path) -> None:
+def test_each_file_without_a_leading_underscore_adds_an_encoding(tmp_path: Path) -> None:
     (tmp_path / "third.py").write_text(ENCODING_FILE.format(name="third"))
     (tmp_path / "_shared.py").write_text("raise RuntimeError('must not be imported')")
     registry = EncodingRegistry([tmp_path])

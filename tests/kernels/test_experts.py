@@ -27,7 +27,7 @@ from penstock.kernels.experts import grouped_by_expert
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.ops import MAX_EXPERT_ROWS
+from penstock.kernels.reference.ops import MAX_EXPERT_PAIRS
 
 HIDDEN, INNER, EXPERTS = 24, 20, 6
 CLAMPED = ClampedSwiGLU(1.702, 1.5)
@@ -147,14 +147,14 @@ def test_experts_equal_the_weighted_sum_computed_by_numpy(
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
 def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top: int, max_pairs: int) -> None:
     topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
-    visited_rows: list[tuple[int, int]] = []
+    visited_pairs: list[tuple[int, int]] = []
     for pairs, pair_counts in grouped_by_expert(topk_ids, 5, max_pairs):
         assert 1 <= len(pairs) == sum(pair_counts.values()) <= max_pairs
         used_experts = [expert for expert, size in pair_counts.items() for _ in range(size)]
         assert topk_ids.flatten()[pairs].tolist() == used_experts
-        visited_rows += zip(used_experts, pairs.tolist(), strict=True)
-    assert visited_rows == sorted(visited_rows)
-    assert sorted(pair for _, pair in visited_rows) == list(range(topk_ids.numel()))
+        visited_pairs += zip(used_experts, pairs.tolist(), strict=True)
+    assert visited_pairs == sorted(visited_pairs)
+    assert sorted(pair for _, pair in visited_pairs) == list(range(topk_ids.numel()))
 
 
 # ---- every back end ----
@@ -262,9 +262,9 @@ def test_the_route_of_a_row_is_equal_in_any_batch(
         assert torch.equal(selected_weights, topk_weights[row_indices])
 
 
-def test_a_batch_above_the_row_limit_equals_its_parts_bit_for_bit(deterministic_ops: Ops) -> None:
-    """The batch has more rows than `ReferenceOps.experts` computes at once."""
-    rows = 2 * MAX_EXPERT_ROWS + 5
+def test_a_batch_with_many_row_expert_pairs_equals_its_parts_bit_for_bit(deterministic_ops: Ops) -> None:
+    """The batch has more (row, expert) pairs than `ReferenceOps.experts` computes at once."""
+    rows = 2 * MAX_EXPERT_PAIRS + 5
     x, experts = (
         torch.randn(rows, HIDDEN),
         pack_experts(deterministic_ops, random_weights(has_bias=False), torch.float32),

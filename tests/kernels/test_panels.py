@@ -137,8 +137,8 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
             groups, byte = -(-inputs // 128), 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
             assert panels[panel * groups * 8192 + 256 * (k // 4) + 16 * (column // 4) + byte] == weight
             table = panels[-(-outputs // 64) * groups * 8192 :].view(-1, groups * 256 + 64)[panel]
-            by_group, by_output = table[-64:].view(torch.int32)[:2].tolist()
-            scale = table[:-64].view(torch.float32)[k // 128 * by_group + column * by_output]
+            group_stride, output_stride = table[-64:].view(torch.int32)[:2].tolist()
+            scale = table[:-64].view(torch.float32)[k // 128 * group_stride + column * output_stride]
             assert scale == rows["scales"][n, k // 128]
         elif encoding in ("uint8", "uint4"):
             panel_bytes, step, position = panels[panel, k // 32], k % 32 // 8, k % 8

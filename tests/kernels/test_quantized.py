@@ -210,7 +210,7 @@ def test_a_packed_row_does_not_depend_on_other_rows() -> None:
     )
 
 
-def test_errors_of_important_inputs_are_smaller() -> None:
+def test_importance_of_inputs_reduces_the_weighted_error() -> None:
     weight, importance = torch.randn(200, 96), torch.randn(96).mul(2).exp()
     encoding = encoding_named("int4")
 

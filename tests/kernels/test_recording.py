@@ -46,11 +46,11 @@ def input_tensors(inputs: Any) -> dict[str, torch.Tensor]:
 
 
 def run_step(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor:
-    network: Any = pipeline.model
+    model: Any = pipeline.model
     step = StepInputs(ops, inputs.positions, inputs.row_offsets, inputs.kv)
     with torch.inference_mode():
-        _, normalized = network.network(inputs.tokens, step)
-        logits: torch.Tensor = network.network.head(ops.take_rows(normalized, inputs.logit_rows), step)
+        _, normalized = model.network(inputs.tokens, step)
+        logits: torch.Tensor = model.network.head(ops.take_rows(normalized, inputs.logit_rows), step)
     return logits
 
 

@@ -30,7 +30,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return dtype
 
 
-class DeltaRule:
+class DeltaRuleCase:
     """Random inputs of the convolution and of the delta rule for sequences of given lengths."""
 
     def __init__(self, lengths: Sequence[int], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
@@ -76,7 +76,7 @@ class DeltaRule:
 def test_back_ends_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, sizes: tuple[int, int, int, int]
 ) -> None:
-    case = DeltaRule([1, 9, 2, 30], sizes, dtype)
+    case = DeltaRuleCase([1, 9, 2, 30], sizes, dtype)
     actual_state, expected_state = case.new_states(), case.new_states()
     ranges, slots = [(i, 0, len(rows)) for i, rows in enumerate(case.sequences)], [3, 0, 6, 2]
     tolerance = 2e-5 if dtype == torch.float32 else 0.03
@@ -95,7 +95,7 @@ def test_back_ends_agree_with_the_reference(
 def test_a_sequence_has_equal_bits_in_any_batch_and_in_chunks(
     ops: Ops, dtype: torch.dtype, sizes: tuple[int, int, int, int]
 ) -> None:
-    case = DeltaRule([21, 5, 13], sizes, dtype)
+    case = DeltaRuleCase([21, 5, 13], sizes, dtype)
     (whole,) = case.run(ops, single_state := case.new_states(), [(0, 0, 21)], [4])
     state, rows = case.new_states(), []
     for first, end, other in ((0, 1, (1, 0, 5)), (1, 3, (2, 0, 2)), (3, 20, (2, 2, 13)), (20, 21, (1, 0, 5))):
@@ -110,7 +110,7 @@ def test_a_sequence_has_equal_bits_in_any_batch_and_in_chunks(
 def test_a_sequence_continues_from_a_saved_state_with_equal_bits(
     ops: Ops, dtype: torch.dtype, sizes: tuple[int, int, int, int]
 ) -> None:
-    case = DeltaRule([21, 9], sizes, dtype)
+    case = DeltaRuleCase([21, 9], sizes, dtype)
     (whole,) = case.run(ops, case.new_states(), [(0, 0, 21)], [4])
     state = case.new_states()
     saves = [
@@ -126,7 +126,7 @@ def test_a_sequence_continues_from_a_saved_state_with_equal_bits(
 
 
 def test_the_delta_rule_agrees_with_its_definition_in_float64(ops: Ops) -> None:
-    case = DeltaRule([12], (2, 4, 8, 16), torch.float32)
+    case = DeltaRuleCase([12], (2, 4, 8, 16), torch.float32)
     qkv, gates = case.sequences[0].contiguous(), case.gates[0]
     state = replace(case.new_states(), slots=torch.tensor([1]), saves=torch.zeros(4).long())
     offsets, lengths = torch.tensor([0, 12], dtype=torch.int32), torch.tensor([12], dtype=torch.int32)

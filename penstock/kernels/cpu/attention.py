@@ -16,12 +16,12 @@ from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.spans import ImageSpans
 
-_CACHE_TYPES = {**DTYPE_CODES, torch.int8: 2}
-_ENCODER_BLOCK = 16
+_CACHE_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 2}
+_ENCODER_BLOCK_SIZE = 16
 """Tokens per block of the temporary KV cache into which `encoder_attention` copies keys and values.
 
 If no sequence of a batch is longer than a block, and each token attends to its whole sequence, keys and
-values are read in place. The value must be that of ``MAX_SHORT`` in csrc/short_attention.inl.
+values are read in place. This constant must equal ``MAX_SHORT`` in csrc/short_attention.inl.
 """
 _BIAS_PADDING = 64
 """Padding elements before and after the bias of each head. The kernel reads whole tiles of the bias."""
@@ -42,7 +42,7 @@ class CpuAttention(CpuExperts):
         tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         heads_fit = q_strides[2] == k_strides[2] == 1
         if dtype_code is None or not heads_fit or k.dtype != q.dtype or not tables_fit:
-            self._fall_back(
+            self._report_fallback(
                 "rotary",
                 {
                     f"{q.dtype} activations": dtype_code is not None,
@@ -78,10 +78,10 @@ class CpuAttention(CpuExperts):
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         dtype_code, k_strides, v_strides = DTYPE_CODES.get(k.dtype), k.stride(), v.stride()
         cache, slots = kv.cache, kv.slots
-        cache_dtype_code = _CACHE_TYPES.get(cache.dtype)
+        cache_dtype_code = _CACHE_DTYPE_CODES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if dtype_code is None or cache_dtype_code is None or not rows_fit or not cache.is_contiguous():
-            self._fall_back(
+            self._report_fallback(
                 "store_kv",
                 {
                     f"{k.dtype} keys": dtype_code is not None,
@@ -122,12 +122,12 @@ class CpuAttention(CpuExperts):
         spans: ImageSpans | None = None,
     ) -> Tensor:
         cache, block_tables, q_strides = kv.cache, kv.block_tables, q.stride()
-        dtype_code, cache_dtype_code = DTYPE_CODES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
+        dtype_code, cache_dtype_code = DTYPE_CODES.get(q.dtype), _CACHE_DTYPE_CODES.get(cache.dtype)
         block_size, dim = cache.shape[3:]
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD_DIM and q_strides[2] == 1 and block_tables.stride(1) == 1
         if dtype_code is None or cache_dtype_code is None or not (blocks_fit and rows_fit):
-            self._fall_back(
+            self._report_fallback(
                 "attention",
                 {
                     f"{q.dtype} queries": dtype_code is not None,
@@ -188,7 +188,7 @@ class CpuAttention(CpuExperts):
         dim_fits = dim % 8 == 0 and dim <= _MAX_HEAD_DIM
         rows_fit = q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype == q.dtype
         if dtype_code is None or not dim_fits or not rows_fit:
-            self._fall_back(
+            self._report_fallback(
                 "encoder_attention",
                 {
                     f"{q.dtype} queries": dtype_code is not None,
@@ -205,12 +205,12 @@ class CpuAttention(CpuExperts):
             bias = F.pad(bias.float(), (_BIAS_PADDING, _BIAS_PADDING)).contiguous()
         block_tables, num_blocks = blocks.block_tables, blocks.num_blocks
         is_short = block_tables.shape[1] == 1 and not is_causal
-        if is_short and (window is None or window >= _ENCODER_BLOCK - 1):
+        if is_short and (window is None or window >= _ENCODER_BLOCK_SIZE - 1):
             return self._attend_short(q, k, v, row_offsets, scale=scale, bias=bias)
-        cache = self._scratch((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
+        cache = self._scratch((2, num_blocks, k.shape[1], _ENCODER_BLOCK_SIZE, dim), k.dtype)
         kv = LayerKV(cache, block_tables, blocks.slots, None if window is None else window + 1)
         self.store_kv(k, v, kv)
-        max_len = block_tables.shape[1] * _ENCODER_BLOCK
+        max_len = block_tables.shape[1] * _ENCODER_BLOCK_SIZE
         return self._attend(
             q,
             kv,
@@ -233,13 +233,13 @@ class CpuAttention(CpuExperts):
         scale: float,
         bias: Tensor | None,  # [H, 2P - 1 + 2 * _BIAS_PADDING]
     ) -> Tensor:  # [T, H, D]
-        """Call the kernel for sequences of up to `_ENCODER_BLOCK` tokens.
+        """Call the kernel for sequences of up to `_ENCODER_BLOCK_SIZE` tokens.
 
         P is at least the length of the longest sequence.
         """
         out = self._empty(q.shape, q.dtype)
         rows, heads, dim = q.shape
-        is_long = rows * _ENCODER_BLOCK * heads * dim > LONG_KERNEL
+        is_long = rows * _ENCODER_BLOCK_SIZE * heads * dim > LONG_KERNEL
         (self._kernels.long_short_attention if is_long else self._kernels.short_attention)(
             DTYPE_CODES[q.dtype],
             q.data_ptr(),
@@ -285,7 +285,7 @@ class CpuAttention(CpuExperts):
         is_long = rows * block_tables.shape[1] * block_size * heads * dim > LONG_KERNEL
         (self._kernels.long_attention if is_long else self._kernels.attention)(
             DTYPE_CODES[q.dtype],
-            _CACHE_TYPES[cache.dtype],
+            _CACHE_DTYPE_CODES[cache.dtype],
             q.data_ptr(),
             cache.data_ptr(),
             _scales_address(kv),
@@ -322,11 +322,11 @@ class CpuAttention(CpuExperts):
 def _make_sequence_blocks(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
     """Return the blocks of sequences whose row offsets are ``offsets [B + 1]``."""
     lengths = np.diff(offsets)
-    block_counts = -(-lengths // _ENCODER_BLOCK)  # [B]
+    block_counts = -(-lengths // _ENCODER_BLOCK_SIZE)  # [B]
     first_blocks = block_counts.cumsum() - block_counts  # [B]
     num_blocks, table_width = int(block_counts.sum()), int(block_counts.max(initial=0))
     block_tables = np.minimum(first_blocks[:, None] + np.arange(table_width), num_blocks - 1).astype(np.int32)
-    slots = np.arange(offsets[-1]) + (first_blocks * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
+    slots = np.arange(offsets[-1]) + (first_blocks * _ENCODER_BLOCK_SIZE - offsets[:-1]).repeat(lengths)
     return SequenceBlocks(
         torch.from_numpy(block_tables),
         torch.from_numpy(slots),

@@ -49,7 +49,9 @@ class CpuCollectives(CpuConvolution):
 
     def embedding_part(self, tokens: Tensor, table: Tensor, first_token_id: int) -> Tensor:
         if tokens.dtype != torch.int64 or not tokens.is_contiguous() or table.stride(1) != 1:
-            self._fall_back("embedding_part", {"strided tokens or tables": False})
+            self._report_fallback(
+                "embedding_part", {f"strided or {tokens.dtype} tokens, or strided tables": False}
+            )
             return super().embedding_part(tokens, table, first_token_id)
         out = self._empty((len(tokens), table.shape[1]), table.dtype)
         element_bytes = table.element_size()

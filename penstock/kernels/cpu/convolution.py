@@ -21,10 +21,10 @@ class CpuConvolution(CpuRecurrent):
         supported = {
             f"{x.dtype} activations": x.dtype in DTYPE_CODES,
             "this memory layout": x.dim() == 2 and x.stride(1) == 1,
-            f"{packed.groups} groups of {packed.in_channels} channels": packed.weight is None,
+            f"{packed.groups} groups for {packed.in_channels} channels": packed.weight is None,
         }
         if not all(supported.values()):
-            self._fall_back("conv1d", supported)
+            self._report_fallback("conv1d", supported)
         return super().conv1d(x, packed, row_offsets)
 
     def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
@@ -32,7 +32,7 @@ class CpuConvolution(CpuRecurrent):
         rows = packed.output_length(len(x))
         if taps is None or dtype_code is None or x.stride(1) != 1 or not rows:
             return super()._conv1d(x, packed)
-        assert x.shape[1] == packed.in_channels, "a layer of another width"
+        assert x.shape[1] == packed.in_channels, "x and the layer have different numbers of channels"
         assert taps.dtype == torch.float32
         assert taps.is_contiguous()
         bias = packed.bias
@@ -57,13 +57,13 @@ class CpuConvolution(CpuRecurrent):
 
     def conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d, row_offsets: Tensor) -> Tensor:
         if packed.linear is None:
-            self._fall_back("conv_transpose1d", {"groups or dilation": False})
+            self._report_fallback("conv_transpose1d", {"groups or dilation": False})
         return super().conv_transpose1d(x, packed, row_offsets)
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
-        if dtype_code is None or x.dim() != 2 or x.stride(1) != 1 or not _are_floats(alpha, beta):
-            self._fall_back("snake", {f"{x.dtype} activations or this memory layout": False})
+        if dtype_code is None or x.dim() != 2 or x.stride(1) != 1 or not _are_contiguous_float32(alpha, beta):
+            self._report_fallback("snake", {f"{x.dtype} activations or this memory layout": False})
             return super().snake(x, alpha, beta)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), alpha.data_ptr(), beta.data_ptr(), out.data_ptr())
@@ -73,8 +73,8 @@ class CpuConvolution(CpuRecurrent):
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 2 and x.stride(1) == y.stride(1) == 1 and x.dtype == y.dtype and x.shape == y.shape
-        if dtype_code is None or not fits or not _are_floats(factors):
-            self._fall_back("add_scaled", {f"{x.dtype} activations or this memory layout": False})
+        if dtype_code is None or not fits or not _are_contiguous_float32(factors):
+            self._report_fallback("add_scaled", {f"{x.dtype} activations or this memory layout": False})
             return super().add_scaled(x, y, factors)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), y.data_ptr(), factors.data_ptr(), out.data_ptr())
@@ -85,8 +85,13 @@ class CpuConvolution(CpuRecurrent):
         self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
     ) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
-        if dtype_code is None or x.stride(1) != 1 or x.shape[1] % groups or not _are_floats(weight, bias):
-            self._fall_back("group_norm", {f"{x.dtype} activations or this memory layout": False})
+        if (
+            dtype_code is None
+            or x.stride(1) != 1
+            or x.shape[1] % groups
+            or not _are_contiguous_float32(weight, bias)
+        ):
+            self._report_fallback("group_norm", {f"{x.dtype} activations or this memory layout": False})
             return super().group_norm(x, weight, bias, groups, eps, row_offsets)
 
         def norm(sequence: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ class CpuConvolution(CpuRecurrent):
     def polar(self, x: Tensor, limit: float) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
         if dtype_code is None or x.dim() != 2 or x.stride(1) != 1:
-            self._fall_back("polar", {f"{x.dtype} activations or this memory layout": False})
+            self._report_fallback("polar", {f"{x.dtype} activations or this memory layout": False})
             return super().polar(x, limit)
         out = self._empty(x.shape, torch.float32)
         rows, width = x.shape
@@ -109,9 +114,9 @@ class CpuConvolution(CpuRecurrent):
 
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
         frame_size = frames.shape[1]
-        fits = frames.dtype == torch.float32 and frames.stride(1) == 1 and _are_floats(squares)
+        fits = frames.dtype == torch.float32 and frames.stride(1) == 1 and _are_contiguous_float32(squares)
         if not fits or frame_size % hop:
-            self._fall_back(
+            self._report_fallback(
                 "overlap_add", {f"hops of {hop} in frames of {frame_size}, or this layout": False}
             )
             return super().overlap_add(frames, squares, hop, row_offsets)
@@ -125,6 +130,6 @@ class CpuConvolution(CpuRecurrent):
         return apply_to_sequences(add, frames, row_offsets)
 
 
-def _are_floats(*tensors: Tensor) -> bool:
+def _are_contiguous_float32(*tensors: Tensor) -> bool:
     """Return whether all tensors are contiguous float32."""
     return all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)

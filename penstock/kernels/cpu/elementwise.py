@@ -12,7 +12,7 @@ from penstock.kernels.cpu.linear import ACTIVATION_CODES, DTYPE_CODES
 from penstock.kernels.experts import ClampedSwiGLU
 
 _SCALE, _SOFT_CAP, _CLAMP = 5, 6, 7
-"""Function codes of the kernel ``change`` (csrc/elementwise.inl) for functions that are not activations."""
+"""Function codes of the kernel ``apply_function`` (csrc/elementwise.inl) for functions that are not activations."""
 
 
 class CpuElementwise(CpuAttention):
@@ -25,7 +25,7 @@ class CpuElementwise(CpuAttention):
             x.stride(),
         )
         if dtype_code is None or weight_dtype_code is None or len(strides) not in (2, 3) or strides[-1] != 1:
-            self._fall_back(
+            self._report_fallback(
                 "rms_norm",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -56,7 +56,7 @@ class CpuElementwise(CpuAttention):
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
         if dtype_code is None or weight_dtype_code is None or not fits:
-            self._fall_back(
+            self._report_fallback(
                 "add_rms_norm",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -93,7 +93,7 @@ class CpuElementwise(CpuAttention):
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
         weights_fit = weights_fit and weight.shape in (x.shape[-1:], x.shape[-2:])
         if dtype_code is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
-            self._fall_back(
+            self._report_fallback(
                 "layer_norm",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -162,7 +162,7 @@ class CpuElementwise(CpuAttention):
     def _can_norm_sum(self, name: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:
         """Return whether the C++ kernel supports the norm of ``x + residual``.
 
-        If not, log why (`_fall_back`).
+        If not, log why (`_report_fallback`).
         """
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
@@ -170,7 +170,7 @@ class CpuElementwise(CpuAttention):
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
         if x.dtype in DTYPE_CODES and weights_fit and fits:
             return True
-        self._fall_back(
+        self._report_fallback(
             name,
             {
                 f"{x.dtype} activations": x.dtype in DTYPE_CODES,
@@ -184,7 +184,7 @@ class CpuElementwise(CpuAttention):
         dtype_code, strides, num_sequences = DTYPE_CODES.get(x.dtype), x.stride(), len(row_offsets) - 1
         offsets_fit = row_offsets.dtype == torch.int32 and row_offsets.is_contiguous()
         if dtype_code is None or strides[1] != 1 or not offsets_fit:
-            self._fall_back(
+            self._report_fallback(
                 "sequence_means",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -211,7 +211,7 @@ class CpuElementwise(CpuAttention):
         dtype_code, x_strides, y_strides = DTYPE_CODES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
         if dtype_code is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
-            self._fall_back(
+            self._report_fallback(
                 name,
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -228,35 +228,35 @@ class CpuElementwise(CpuAttention):
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         out = self._apply_function(x, ACTIVATION_CODES[activation], 0.0)
         if out is None:
-            self._fall_back("activation", _elementwise_conditions(x))
+            self._report_fallback("activation", _elementwise_conditions(x))
             return super().activation(x, activation)
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         out = self._apply_function(x, _SCALE, factor)
         if out is None:
-            self._fall_back("scale", _elementwise_conditions(x))
+            self._report_fallback("scale", _elementwise_conditions(x))
             return super().scale(x, factor)
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         out = self._apply_function(x, _SOFT_CAP, cap)
         if out is None:
-            self._fall_back("soft_cap", _elementwise_conditions(x))
+            self._report_fallback("soft_cap", _elementwise_conditions(x))
             return super().soft_cap(x, cap)
         return out
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
         out = self._apply_function(x, _CLAMP, high, low)
         if out is None:
-            self._fall_back("clamp", _elementwise_conditions(x))
+            self._report_fallback("clamp", _elementwise_conditions(x))
             return super().clamp(x, low, high)
         return out
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
         dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
         if dtype_code is None or len(strides) != 2 or strides[1] != 1:
-            self._fall_back("xielu", _elementwise_conditions(x))
+            self._report_fallback("xielu", _elementwise_conditions(x))
             return super().xielu(x, parameters)
         out = self._empty(x.shape, x.dtype)
         p = parameters
@@ -280,13 +280,13 @@ class CpuElementwise(CpuAttention):
             return None
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), out.data_ptr())
-        self._kernels.change(dtype_code, function, *pointers, *x.shape, strides[0], factor, low)
+        self._kernels.apply_function(dtype_code, function, *pointers, *x.shape, strides[0], factor, low)
         return out
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
         if dtype_code is None or len(strides) != 2 or strides[1] != 1:
-            self._fall_back("gated_activation", _elementwise_conditions(x))
+            self._report_fallback("gated_activation", _elementwise_conditions(x))
             return super().gated_activation(x, activation)
         rows, width = x.shape
         out = self._empty((rows, width // 2), x.dtype)
@@ -304,7 +304,7 @@ class CpuElementwise(CpuAttention):
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
         if dtype_code is None or len(strides) != 2 or strides[1] != 1:
-            self._fall_back("clamped_swiglu", _elementwise_conditions(x))
+            self._report_fallback("clamped_swiglu", _elementwise_conditions(x))
             return super().clamped_swiglu(x, gate)
         rows, width = x.shape[0], x.shape[1] // 2
         out = self._empty((rows, width), x.dtype)
@@ -314,7 +314,7 @@ class CpuElementwise(CpuAttention):
 
 
 def _elementwise_conditions(x: Tensor) -> dict[str, bool]:
-    """Return the conditions of `_fall_back` for kernels that read ``x [T, F]``."""
+    """Return the conditions of `_report_fallback` for kernels that read ``x [T, F]``."""
     return {
         f"{x.dtype} activations": x.dtype in DTYPE_CODES,
         "this memory layout": x.dim() == 2 and x.stride(1) == 1,

@@ -64,18 +64,19 @@ class CpuExperts(CpuLinear):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        table, dtype_code, (row_stride, stride) = (
+        table, dtype_code, (row_stride, column_stride) = (
             self._get_table(packed),
             DTYPE_CODES.get(x.dtype),
             x.stride(),
         )
         types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
-        rows_fit = stride == topk_weights.stride(1) == topk_ids.stride(1) == 1 and topk_ids.shape[1] > 0
+        rows_fit = column_stride == topk_weights.stride(1) == topk_ids.stride(1) == 1
+        rows_fit = rows_fit and topk_ids.shape[1] > 0
         has_adapters = (
             lora is not None and table is not None and not table.slice_names.isdisjoint(lora.matrices)
         )
         if table is None or dtype_code is None or has_adapters or not (types_fit and rows_fit):
-            self._fall_back(
+            self._report_fallback(
                 "experts",
                 {
                     "experts that differ in encoding, layout or shape": table is not None,
@@ -87,7 +88,9 @@ class CpuExperts(CpuLinear):
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
         if not (_is_supported(gate_up, x.dtype) and _is_supported(down, x.dtype)):
-            self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
+            self._report_fallback(
+                "experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False}
+            )
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
         expected_sizes = (gate_up.in_features, len(topk_weights), len(topk_ids))

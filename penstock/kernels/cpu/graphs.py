@@ -17,7 +17,7 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.ops import Ops
 from penstock.kernels.recording import ALIGNMENT, record
 
-_MAX_SPARE_ARENA_BYTES = 16 << 20
+_MAX_OVERSIZED_ARENA_BYTES = 16 << 20
 """Maximum bytes of an arena that is larger than required.
 
 An arena has twice the required bytes, so that it rarely grows, but at most this number of bytes, or the
@@ -48,7 +48,7 @@ class CpuGraphCompiler(GraphCompiler):
         required = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
         if required > len(self._arena):  # existing graphs keep the previous arena
             self._arena = torch.empty(
-                max(required, min(2 * required, _MAX_SPARE_ARENA_BYTES)), dtype=torch.uint8
+                max(required, min(2 * required, _MAX_OVERSIZED_ARENA_BYTES)), dtype=torch.uint8
             )
         graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
         return graph, graph.replay(list(inputs.values()))
@@ -66,7 +66,7 @@ class _ShapeOps(CpuOps):
         self._tables = ops._tables  # all compiled steps share the tables of experts
         self.scratch_bytes = 0  # maximum scratch memory of an operation so far
 
-    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
+    def _report_fallback(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

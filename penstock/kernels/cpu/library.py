@@ -79,7 +79,7 @@ class CapturedCall:
 
 @cache
 def open_kernels(isa: str) -> Kernels:
-    """Return the kernels compiled for ``isa``. The library must be usable."""
+    """Return the kernels compiled for ``isa``, which count their progress. The library must be usable."""
     keeping_gil, releasing_gil = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
     functions = {name: _function(keeping_gil, name, isa) for name in FUNCTIONS}
     for name, function in FUNCTIONS.items():
@@ -148,12 +148,12 @@ class CompiledLoop:
     """The captured kernel calls of one step, repeated for several steps in one library call.
 
     The library call releases the GIL. The last kernel of a step writes one sampled token per row to
-    ``tokens``, from which the first kernel of the next step reads them.
+    ``tokens_address``, from which the first kernel of the next step reads them.
 
     Args:
         isa: the instruction set of the kernels.
         captured: the kernel calls of a step. The memory that they point to must outlive this object.
-        tokens: address of the sampled tokens, ``[rows]`` int64.
+        tokens_address: address of the sampled tokens, ``[rows]`` int64.
         rows: number of rows.
         contention: read and updated by each library call, see csrc/plan.inl.
     """
@@ -163,7 +163,7 @@ class CompiledLoop:
         isa: str,
         captured: Sequence[CapturedCall],
         *,
-        tokens: int,
+        tokens_address: int,
         rows: int,
         contention: CoreContention,
     ) -> None:
@@ -173,14 +173,14 @@ class CompiledLoop:
         self._function.restype = ctypes.c_int64
         self._contention = contention
         self._loop = _LoopArguments(
-            operations=self._table.address, count=len(captured), rows=rows, tokens=tokens
+            operations=self._table.address, count=len(captured), rows=rows, tokens=tokens_address
         )
 
     def __call__(
         self,
         step_inputs: Sequence[tuple[int, int, int]],
         stop_tokens: tuple[int, int],
-        sampled_tokens: int,
+        sampled_tokens_address: int,
         num_steps: int,
     ) -> tuple[int, str | None]:
         """Run up to ``num_steps`` steps.
@@ -189,7 +189,8 @@ class CompiledLoop:
             step_inputs: for each input that differs between steps: destination address, source address, and
                 bytes per step.
             stop_tokens: address of the stop tokens ``[rows, n]`` int64, padded with -1, and n.
-            sampled_tokens: address to which the sampled tokens ``[num_steps, rows]`` int64 are written.
+            sampled_tokens_address: address to which the sampled tokens ``[num_steps, rows]`` int64 are
+                written.
             num_steps: maximum number of steps. The loop ends early once every row has sampled a stop token,
                 or after a step in which a kernel got an invalid value.
 
@@ -202,7 +203,7 @@ class CompiledLoop:
         )
         loop.step_inputs, loop.num_step_inputs = ctypes.addressof(input_table), len(step_inputs)
         loop.stop_tokens, loop.num_stop_tokens = stop_tokens
-        loop.sampled_tokens, loop.num_steps = sampled_tokens, num_steps
+        loop.sampled_tokens, loop.num_steps = sampled_tokens_address, num_steps
         failed_call = self._function(ctypes.addressof(loop), ctypes.addressof(self._contention))
         return loop.steps_run, None if failed_call < 0 else self._table.names[failed_call]
 
@@ -279,7 +280,7 @@ def is_usable() -> bool:
         return False
     try:
         return bool(ctypes.PyDLL(str(PATH)).penstock_abi() == ABI)
-    except (OSError, AttributeError):  # built for a different machine, or older than the ABI number
+    except (OSError, AttributeError):  # built for a different machine, or before ``penstock_abi`` existed
         return False
 
 

@@ -13,7 +13,13 @@ from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.activations import Activation
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
-from penstock.kernels.cpu.packing import ENCODING_CODES, is_quantized, pack_panels, pack_rows, panels_size
+from penstock.kernels.cpu.packing import (
+    ENCODING_CODES,
+    pack_panels,
+    pack_rows,
+    panels_size,
+    quantizes_activations,
+)
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
@@ -65,7 +71,7 @@ class CpuLinear(ReferenceOps):
         self._kernels = kernels
         self._weights = WeightMemory()
         self._slice = SliceMemory(_SLICE_BYTES)
-        self._reported: set[tuple[str, str]] = set()
+        self._logged_fallbacks: set[tuple[str, str]] = set()
 
     def pack_into(self, memory: PrefaultedMemory) -> None:
         self._weights = WeightMemory(memory)
@@ -79,7 +85,7 @@ class CpuLinear(ReferenceOps):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         if encoding not in ENCODING_CODES:
-            self._fall_back("pack_linear", {f"encoding {encoding}": False})
+            self._report_fallback("pack_linear", {f"encoding {encoding}": False})
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
         return make_packed_linear(
@@ -96,7 +102,7 @@ class CpuLinear(ReferenceOps):
         order: Tensor | None = None,
     ) -> PackedLinear:
         if encoding not in ENCODING_CODES or encoding_named(encoding).is_float:
-            self._fall_back("pack_quantized", {f"encoding {encoding}": False})
+            self._report_fallback("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
             tensors = pack_rows(self._kernels, self._weights, encoding, rows)
@@ -118,7 +124,7 @@ class CpuLinear(ReferenceOps):
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias = packed.bias
         if not _is_supported(x, packed):
-            self._fall_back(
+            self._report_fallback(
                 "linear",
                 {
                     f"{packed.encoding} weights with {x.dtype} activations": supports_dtype(
@@ -139,11 +145,11 @@ class CpuLinear(ReferenceOps):
     ) -> Tensor:
         if not _is_supported(x, packed):
             return super().activated_linear(x, packed, activation, lora=lora)
-        if lora is None or lora.for_slices(part.name for part in packed.slices) is None:
+        if lora is None or lora.for_slices(layer_slice.name for layer_slice in packed.slices) is None:
             return self._product(x, packed, activation)
         y = self._add_lora(self._product(x, packed, None), x, packed, lora)
         function, address = ACTIVATION_CODES[activation], y.data_ptr()
-        self._kernels.change(
+        self._kernels.apply_function(
             DTYPE_CODES[y.dtype], function, address, address, *y.shape, y.stride(0), 0.0, 0.0
         )
         return y
@@ -221,23 +227,25 @@ class CpuLinear(ReferenceOps):
                 start = end
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
+        adapted_slices = [layer_slice for layer_slice in packed.slices if layer_slice.name in lora.matrices]
         if not adapted_slices or not len(x):
             return y
         dtype_code, rows = DTYPE_CODES.get(x.dtype), lora.rows
         fits = dtype_code is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in adapted_slices):
-            self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
+        if not fits or not all(
+            _supports_matrices(*lora.matrices[layer_slice.name], x.dtype) for layer_slice in adapted_slices
+        ):
+            self._report_fallback("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
         num_slots, table_rows, multiplications = len(lora.matrices[adapted_slices[0].name][0]), [], 0
-        for part in adapted_slices:
-            (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
+        for layer_slice in adapted_slices:
+            (down, up), ranks = lora.matrices[layer_slice.name], lora.ranks.get(layer_slice.name)
             assert len(down) == num_slots, "slices of a layer have different numbers of adapter slots"
-            max_rank, width = down.shape[1], part.stop - part.start
+            max_rank, width = down.shape[1], layer_slice.stop - layer_slice.start
             addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
-            table_rows.append((*addresses, max_rank, part.start, width))
+            table_rows.append((*addresses, max_rank, layer_slice.start, width))
             multiplications += len(x) * max_rank * (x.shape[1] + width)
         table = self._keep_alive(torch.tensor(table_rows, dtype=torch.int64))
         (self._kernels.long_lora if multiplications > LONG_KERNEL else self._kernels.lora)(
@@ -255,17 +263,17 @@ class CpuLinear(ReferenceOps):
         )
         return y
 
-    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> None:
+    def _report_fallback(self, operation: str, conditions: Mapping[str, bool]) -> None:
         """Log once per cause that an operation runs on the slower reference kernels.
 
         Args:
             operation: name of the operation.
             conditions: descriptions of the arguments, and whether the C++ kernel supports each. The log names
-                those that it does not support.
+                the unsupported arguments.
         """
         cause = ", ".join(name for name, supported in conditions.items() if not supported)
-        if (operation, cause) not in self._reported:
-            self._reported.add((operation, cause))
+        if (operation, cause) not in self._logged_fallbacks:
+            self._logged_fallbacks.add((operation, cause))
             _logger.warning(
                 "%s runs on the reference kernels, which are slower: the C++ kernels do not support %s",
                 operation,
@@ -305,7 +313,7 @@ def supports_dtype(encoding: str, dtype: torch.dtype) -> bool:
 
     For encodings with quantized activations, the caller must check that the type is in `DTYPE_CODES`.
     """
-    return is_quantized(encoding) or _compute_dtype(encoding) == dtype
+    return quantizes_activations(encoding) or _compute_dtype(encoding) == dtype
 
 
 def supports_order(packed: PackedLinear) -> bool:
@@ -315,7 +323,7 @@ def supports_order(packed: PackedLinear) -> bool:
     """
     if packed.order is None:
         return True
-    return is_quantized(packed.encoding) and encoding_named(packed.encoding).group_size is not None
+    return quantizes_activations(packed.encoding) and encoding_named(packed.encoding).group_size is not None
 
 
 def _compute_dtype(encoding: str) -> torch.dtype:
@@ -323,7 +331,7 @@ def _compute_dtype(encoding: str) -> torch.dtype:
     return encoding_named(encoding).compute_dtype.to_torch()
 
 
-def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
+def _supports_matrices(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the LoRA kernel supports the matrices ``down [n, R, in]`` and ``up [n, out, R]``.
 
     ``up`` must be a view of a contiguous tensor ``[n, R, out]``.

@@ -49,7 +49,7 @@ class CpuOps(CpuCollectives, CpuRouting):
             rows_fit and len(x_strides) == 2 and x_strides[1] == strides[1] == 1 and x.dtype == values.dtype
         )
         if not fits:
-            self._fall_back("put_rows", {"this memory layout or mixed types": False})
+            self._report_fallback("put_rows", {"this memory layout or mixed types": False})
             return super().put_rows(x, rows, values)
         (num_rows, width), element_bytes = x.shape, x.element_size()
         out = self._empty(x.shape, x.dtype)
@@ -62,7 +62,7 @@ class CpuOps(CpuCollectives, CpuRouting):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         strides = x.stride()
         if len(strides) != 2 or strides[1] != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
-            self._fall_back(
+            self._report_fallback(
                 "take_rows",
                 {
                     "this memory layout": len(strides) == 2 and strides[1] == 1,
@@ -89,7 +89,7 @@ class CpuOps(CpuCollectives, CpuRouting):
         dtype_code, strides = DTYPE_CODES.get(logits.dtype), logits.stride()
         masks_fit = bitmask is None or bitmask.is_contiguous()
         if dtype_code is None or strides[1] != 1 or not masks_fit or not _has_kernel_types(sampling):
-            self._fall_back(
+            self._report_fallback(
                 "sample",
                 {
                     f"{logits.dtype} logits": dtype_code is not None,

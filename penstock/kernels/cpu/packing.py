@@ -68,7 +68,7 @@ def pack_panels(
     rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
     panels = memory.empty(*_panels_shape(encoding, rows, inputs))
     tensors, group_size = {"panels": panels}, encoding_named(encoding).group_size
-    if is_quantized(encoding) and group_size is None:
+    if quantizes_activations(encoding) and group_size is None:
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
     written_scales = tensors.get("scales") if scales is None else None  # the kernel writes these scales
     group_scales = scales.contiguous() if group_size and scales is not None else None
@@ -142,7 +142,7 @@ def _panels_shape(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...
     return layout.shape(rows, inputs), layout.dtype.to_torch()
 
 
-def is_quantized(encoding: str) -> bool:
+def quantizes_activations(encoding: str) -> bool:
     """Return whether the encoding has C++ kernels and they quantize activations.
 
     Such kernels accept all types of `DTYPE_CODES`.

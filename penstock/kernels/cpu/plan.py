@@ -72,27 +72,27 @@ class CompiledPlan(Graph):
     ) -> None:
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
-        lowering = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
+        capturing_ops = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
         call_ends: list[int] = []  # numbers of captured kernels after which a library call ends
         multiplications = call_multiplications = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
-            lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
+            capturing_ops.capture(record.operation, arguments, [resolve(ref) for ref in record.results])
             rows, record_multiplications = _count_multiplications(record, arguments)
             multiplications += record_multiplications
             call_multiplications += record_multiplications if rows > _DECODE_ROWS else 0
             if call_multiplications > _MULTIPLICATIONS_PER_CALL:
-                call_ends.append(len(lowering.captured))
+                call_ends.append(len(capturing_ops.captured))
                 call_multiplications = 0
-        has_collectives = any(kernel.name in _COLLECTIVES for kernel in lowering.captured)
+        has_collectives = any(kernel.name in _COLLECTIVES for kernel in capturing_ops.captured)
         releases_gil = has_collectives or multiplications > _LONG_STEP
         self._calls = [
             CompiledSteps(ops.isa, captured, releases_gil=releases_gil, contention=state)
-            for captured, state in _split_calls(lowering.captured, call_ends, contention)
+            for captured, state in _split_calls(capturing_ops.captured, call_ends, contention)
         ]
         # The calls contain only addresses, so this object must keep the memory alive.
         self._kept_alive = (plan, arena)
-        self._lowering = lowering
+        self._capturing_ops = capturing_ops
         self._contention = contention
         self._loop: _SamplingLoop | None = None
         self._results = [resolve(ref) for ref in plan.results]
@@ -130,7 +130,7 @@ class CompiledPlan(Graph):
         self._copy_inputs(inputs)
         if self._loop is None:
             self._loop = _SamplingLoop(
-                self._lowering, self._results[0], self._buffers["tokens"], self._contention, ranks
+                self._capturing_ops, self._results[0], self._buffers["tokens"], self._contention, ranks
             )
         addressed_values = [(self._buffers[name].data_ptr(), values) for name, values in step_values.items()]
         return self._loop.run(addressed_values, sampling, uniforms, stop_tokens)
@@ -157,20 +157,21 @@ class CompiledPlan(Graph):
 
 
 class _SamplingLoop:
-    """The kernels of a plan followed by a sampling kernel, which run several steps in one library call.
+    """The kernels of a plan, followed by sampling on rank 0 and a copy of the tokens to the other ranks.
+
+    One library call runs several such steps.
 
     Args:
-        lowering: the operations that have captured the kernels of the plan.
+        capturing_ops: the operations that have captured the kernels of the plan.
         logits: the result of the plan, ``[R, V]``.
         tokens: the input of the plan to which the sampling kernel writes, ``[R]``.
         contention: the state that all compiled steps of a session share.
-        ranks: the ranks of the model, or None if the model has one rank. All ranks use the tokens that rank 0
-            samples.
+        ranks: the ranks of the model, or None if the model has one rank.
     """
 
     def __init__(
         self,
-        lowering: _CapturingOps,
+        capturing_ops: _CapturingOps,
         logits: Tensor,
         tokens: Tensor,
         contention: CoreContention,
@@ -185,12 +186,16 @@ class _SamplingLoop:
             uniforms=torch.empty(rows, dtype=torch.float64),
         )
         if ranks is None or ranks.rank == 0:
-            lowering.lower("sample", {"logits": logits, "sampling": self._sampling}, [tokens])
+            capturing_ops.capture("sample", {"logits": logits, "sampling": self._sampling}, [tokens])
         if ranks is not None:
-            lowering.broadcast_from_rank_0(tokens, ranks)
+            capturing_ops.broadcast_from_rank_0(tokens, ranks)
         self._rows = rows
         self._run = CompiledLoop(
-            lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, contention=contention
+            capturing_ops.isa,
+            capturing_ops.captured,
+            tokens_address=tokens.data_ptr(),
+            rows=rows,
+            contention=contention,
         )
 
     def run(
@@ -282,7 +287,7 @@ class _CapturingOps(CpuOps):
         super().__init__(capturing_kernels(ops.isa, self.captured))
         self._tables = ops._tables  # all compiled steps share the tables of experts
 
-    def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
+    def capture(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
         """Capture the kernel calls of one operation, which write to ``results``.
 
         Raises:
@@ -306,7 +311,7 @@ class _CapturingOps(CpuOps):
         """Raise `UnrecordableStepError`, because the lengths differ between replays."""
         raise UnrecordableStepError("an operation needs the lengths of the sequences")
 
-    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
+    def _report_fallback(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         """Raise `UnrecordableStepError`, because reference kernels cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 

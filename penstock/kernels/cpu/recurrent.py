@@ -10,8 +10,8 @@ from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
 from penstock.kernels.inputs import LayerState
 from penstock.kernels.recurrent_ops import GateFunction
 
-_MAX_KERNEL = 8
-"""Maximum width of the convolution; ``MAX_KERNEL`` in csrc."""
+_MAX_WIDTH = 8
+"""Maximum width of the convolution; ``MAX_WIDTH`` in csrc."""
 _MAX_KEY_DIM = 256
 """Maximum size of a key head; ``MAX_KEY_DIM`` in csrc."""
 
@@ -24,17 +24,17 @@ class CpuRecurrent(CpuElementwise):
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
     ) -> Tensor:
-        dtype_code, kernel = DTYPE_CODES.get(x.dtype), len(weight)
+        dtype_code, width = DTYPE_CODES.get(x.dtype), len(weight)
         types_fit = state.inputs.dtype == x.dtype and weight.dtype == torch.float32
         fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
-        if dtype_code is None or not types_fit or not fits or not 2 <= kernel <= _MAX_KERNEL:
-            self._fall_back(
+        if dtype_code is None or not types_fit or not fits or not 2 <= width <= _MAX_WIDTH:
+            self._report_fallback(
                 "short_convolution",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
                     "states or weights of another type": types_fit,
                     "this memory layout": fits,
-                    f"a width of {kernel} (2 to {_MAX_KERNEL})": 2 <= kernel <= _MAX_KERNEL,
+                    f"a width of {width} (2 to {_MAX_WIDTH})": 2 <= width <= _MAX_WIDTH,
                 },
             )
             return super().short_convolution(x, weight, state, row_offsets, lengths)
@@ -48,7 +48,7 @@ class CpuRecurrent(CpuElementwise):
             out.data_ptr(),
             len(lengths),
             x.shape[1],
-            kernel,
+            width,
             x.stride(0),
         )
         return out
@@ -68,13 +68,13 @@ class CpuRecurrent(CpuElementwise):
         fits = qkv.stride(1) == gates.stride(1) == 1
         fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
         if dtype_code is None or not types_fit or not fits or key_dim > _MAX_KEY_DIM:
-            self._fall_back(
+            self._report_fallback(
                 "gated_delta_rule",
                 {
                     f"{qkv.dtype} activations": dtype_code is not None,
                     "gates or states of another type": types_fit,
                     "this memory layout": fits,
-                    f"key heads of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
+                    f"a key head size of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
                 },
             )
             return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
@@ -104,7 +104,7 @@ class CpuRecurrent(CpuElementwise):
         dtype_code = DTYPE_CODES.get(x.dtype)
         fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
         if dtype_code is None or not fits:
-            self._fall_back(
+            self._report_fallback(
                 "apply_gate",
                 {f"{x.dtype} activations": dtype_code is not None, "this memory layout or mixed types": fits},
             )

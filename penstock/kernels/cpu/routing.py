@@ -23,7 +23,7 @@ class CpuRouting(CpuConvolution):
         rows, experts = logits.shape
         bias_fits = bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
         if dtype_code is None or strides[1] != 1 or not 0 < top_k <= experts or not bias_fits:
-            self._fall_back(
+            self._report_fallback(
                 "route",
                 {
                     f"{logits.dtype} logits": dtype_code is not None,
@@ -67,7 +67,7 @@ class CpuRouting(CpuConvolution):
         )
         rows_fit = len(strides) == 2 and strides[1] == 1 and factors.shape == (len(x), 1)
         if dtype_code is None or factor_dtype_code is None or not rows_fit:
-            self._fall_back(
+            self._report_fallback(
                 "scale_rows",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
@@ -86,7 +86,7 @@ class CpuRouting(CpuConvolution):
     def widen(self, x: Tensor) -> Tensor:
         dtype_code, strides = DTYPE_CODES.get(x.dtype), x.stride()
         if dtype_code is None or len(strides) != 2 or strides[1] != 1:
-            self._fall_back(
+            self._report_fallback(
                 "widen",
                 {
                     f"{x.dtype} activations": dtype_code is not None,

@@ -33,7 +33,7 @@ def load() -> CudaOps | None:
 
 
 def variants() -> list[CudaOps]:
-    """Return the operations if they can run on a GPU or in Triton's interpreter, for tests."""
+    """Return one `CudaOps`; none if it can run neither on a GPU nor in Triton's interpreter. For tests."""
     from penstock.kernels.cuda.availability import can_run_on_gpu, is_interpreted
 
     if not is_interpreted() and not can_run_on_gpu():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, num_processors, power_of_two
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, num_processors, power_of_two
 from penstock.kernels.cuda.programs import attention as programs
 from penstock.kernels.cuda.programs.encoder_attention import attend_ragged
 from penstock.kernels.cuda.programs.splits import merge_splits
@@ -17,12 +17,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _KEYS_PER_SPLIT = 512
 """Number of keys per split in deterministic mode.
 
-It is fixed, because the order of additions depends on it.
+The number is fixed, because the order of additions depends on it.
 """
 _MAX_SPLITS, _MIN_TILES = 64, 2
 """Outside deterministic mode: maximum number of splits, and approximate minimum of key tiles per split."""
 _PROGRAMS_PER_PROCESSOR = 2
-"""Number of programs per multiprocessor for which `CudaAttention` splits the keys."""
+"""Number of programs per multiprocessor at which `CudaAttention` aims when it splits the keys."""
 _SMALL_TILE, _LARGE_TILE = 16, 64
 """Minimum number of queries (rows times query heads) of a tile: for decode steps, and for long prompts."""
 _RAGGED_ROWS = 32
@@ -55,29 +55,35 @@ class CudaAttention(ReferenceOps):
         spans: ImageSpans | None = None,
     ) -> Tensor:
         cache, scales = kv.cache, kv.scales
-        if q.dtype not in FLOATS or not has_rows(q, cache) or (cache.dtype not in FLOATS and scales is None):
+        if (
+            q.dtype not in FLOATS
+            or not has_contiguous_rows(q, cache)
+            or (cache.dtype not in FLOATS and scales is None)
+        ):
             return super().attention(
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
         cache, is_e4m3 = cache_for_programs(cache)
         num_rows, heads, dim = q.shape
         num_sequences, heads_per_kv_head = len(lengths), heads // cache.shape[2]
-        is_wide = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
-        is_wide |= q.dtype == torch.float32
-        tile = self._choose_tile(num_rows, num_sequences, heads_per_kv_head, is_wide)
+        multiplies_in_float32 = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
+        multiplies_in_float32 |= q.dtype == torch.float32
+        tile = self._choose_tile(num_rows, num_sequences, heads_per_kv_head, multiplies_in_float32)
         tile_rows = tile // heads_per_kv_head
         out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
         grid = (num_rows // tile_rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
-        constants = _tile_constants(tile, heads_per_kv_head, dim, is_wide)
-        split, splits = self._choose_splits(max_keys, constants["KEYS"], grid[0] * grid[1], q.device)
+        constants = _tile_constants(tile, heads_per_kv_head, dim, multiplies_in_float32)
+        keys_per_split, num_splits = self._choose_splits(
+            max_keys, constants["KEYS"], grid[0] * grid[1], q.device
+        )
         # Other tensors stand for missing tensors. The program does not read them.
         scales_or_placeholder = cache if scales is None else scales
         bounds = row_offsets if spans is None else spans.bounds
         sizes = {
             **constants,
             "BLOCK": cache.shape[3],
-            "SPLIT": split,
+            "SPLIT": keys_per_split,
             "HAS_WINDOW": kv.window is not None,
             "IS_CHUNKED": kv.is_chunked,
             "HAS_SPANS": spans is not None,
@@ -94,7 +100,7 @@ class CudaAttention(ReferenceOps):
         )  # fmt: skip
         strides = (*kv_strides, *scale_strides, kv.block_tables.stride(0))
         sinks_or_placeholder = lengths if sinks is None else sinks
-        if splits == 1:
+        if num_splits == 1:
             launch(
                 programs.attend, grid, out, *sources, sinks_or_placeholder, num_sequences, window, scale,
                 cap, *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None,
@@ -102,18 +108,20 @@ class CudaAttention(ReferenceOps):
             )  # fmt: skip
             return out
         width = sizes["WIDTH"]
-        sums = torch.empty((splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
-        max_scores, sums_exp = torch.empty((2, splits, num_rows, heads), dtype=torch.float32, device=q.device)
+        sums = torch.empty((num_splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
+        max_scores, sums_exp = torch.empty(
+            (2, num_splits, num_rows, heads), dtype=torch.float32, device=q.device
+        )
         launch(
-            programs.attend_split, (*grid, splits), sums, max_scores, sums_exp, *sources, num_sequences,
+            programs.attend_split, (*grid, num_splits), sums, max_scores, sums_exp, *sources, num_sequences,
             num_rows, heads, window, scale, cap, *q_strides, *strides, is_dependent=True, **sizes,
         )  # fmt: skip
-        num_heads = min(power_of_two(heads), 4) if split else 1
+        num_heads = min(power_of_two(heads), 4) if keys_per_split else 1
         launch(
             merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, max_scores, sums_exp,
             row_offsets, lengths, bounds, sinks_or_placeholder, num_sequences, num_rows, heads, window,
             *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads,
-            KEYS=constants["KEYS"], SPLITS=splits, SPLIT=split, HAS_WINDOW=sizes["HAS_WINDOW"],
+            KEYS=constants["KEYS"], SPLITS=num_splits, SPLIT=keys_per_split, HAS_WINDOW=sizes["HAS_WINDOW"],
             IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"], HAS_SINKS=sinks is not None,
             is_dependent=True,
         )  # fmt: skip
@@ -143,13 +151,19 @@ class CudaAttention(ReferenceOps):
         max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * tile_keys))
         return 0, min(target, _MAX_SPLITS, max_splits)
 
-    def _choose_tile(self, num_rows: int, num_sequences: int, heads_per_kv_head: int, is_wide: bool) -> int:
+    def _choose_tile(
+        self, num_rows: int, num_sequences: int, heads_per_kv_head: int, multiplies_in_float32: bool
+    ) -> int:
         """Return the number of queries (rows times query heads) of a tile.
 
         In deterministic mode the number does not depend on the batch.
         """
         smallest = power_of_two(heads_per_kv_head, _SMALL_TILE)
-        if self.is_deterministic or is_wide or num_rows * heads_per_kv_head < _LARGE_TILE * num_sequences:
+        if (
+            self.is_deterministic
+            or multiplies_in_float32
+            or num_rows * heads_per_kv_head < _LARGE_TILE * num_sequences
+        ):
             return smallest
         return max(smallest, _LARGE_TILE)
 
@@ -166,12 +180,12 @@ class CudaAttention(ReferenceOps):
         bias: Tensor | None = None,
         blocks: SequenceBlocks | None = None,
     ) -> Tensor:
-        same_dtype = q.dtype == k.dtype == v.dtype
+        types_fit = q.dtype == k.dtype == v.dtype
         if (
             q.dtype not in FLOATS
-            or not same_dtype
-            or not has_rows(q, k, v)
-            or not (bias is None or has_rows(bias))
+            or not types_fit
+            or not has_contiguous_rows(q, k, v)
+            or not (bias is None or has_contiguous_rows(bias))
         ):
             return super().encoder_attention(
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
@@ -200,15 +214,17 @@ def cache_for_programs(cache: Tensor) -> tuple[Tensor, bool]:
     return cache.view(torch.uint8) if is_e4m3 else cache, is_e4m3
 
 
-def _tile_constants(tile: int, heads_per_kv_head: int, dim: int, is_wide: bool) -> dict[str, int]:
+def _tile_constants(
+    tile: int, heads_per_kv_head: int, dim: int, multiplies_in_float32: bool
+) -> dict[str, int]:
     """Return the sizes of the tiles of queries and keys, and the number of warps, as program constants."""
     return {
         "ROWS": tile // heads_per_kv_head,
         "GROUP": heads_per_kv_head,
         "M": tile,
-        "KEYS": 64 if dim <= _MAX_WIDE_TILE_DIM and not is_wide else 32,
+        "KEYS": 64 if dim <= _MAX_WIDE_TILE_DIM and not multiplies_in_float32 else 32,
         "DIM": dim,
         "WIDTH": power_of_two(dim, 16),
-        "TO_FLOAT32": is_wide,
+        "TO_FLOAT32": multiplies_in_float32,
         "num_warps": 4 if tile <= _LARGE_TILE else 8,
     }

@@ -93,19 +93,22 @@ def multiply_codes(
     if groups is None and not is_deterministic:
         splits = _count_splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
     sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
-    names, constants = _tensor_names(weights.kind), _format_constants(weights.kind, packed.layout == NIBBLES)
+    names, constants = (
+        _tensor_names(weights.encoding),
+        _format_constants(weights.encoding, packed.layout == NIBBLES),
+    )
     # The program multiplies by the weights without row scales. Weights with zero points or minima may exceed
     # the range of float16 without these scales.
     minima = constants["MINIMA"]
     has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
-    is_wide = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
+    converts_to_float32 = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
         programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
         _number_table(weights), *sorted_rows(x, groups), num_rows, 1 if groups is None else groups.count,
         packed.out_features, packed.in_features, row_stride(x), *_row_lengths(packed), M=rows_per_tile,
         N=_TILE_OUTPUTS, BYTES=_TILE_BYTES, SPLITS=splits,
         GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
-        TO_FLOAT32=is_wide, **constants,
+        TO_FLOAT32=converts_to_float32, **constants,
     )  # fmt: skip
     if splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
@@ -135,7 +138,7 @@ def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
     launch(
         programs.decode_weight, (divide_up(packed.out_features, 64), divide_up(weight.shape[1], GROUP)), out,
         *_program_tensors(weights), packed.out_features, packed.in_features, *_row_lengths(packed), N=64,
-        **_format_constants(weights.kind, packed.layout == NIBBLES),
+        **_format_constants(weights.encoding, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
@@ -152,7 +155,7 @@ def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
         multiply_quantized_row, grid, out, x, *_program_tensors(weights),
         weight if bias is None else bias, packed.out_features, packed.in_features, *_row_lengths(packed),
         N=tile_outputs, BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
-        **_format_constants(weights.kind, packed.layout == NIBBLES),
+        **_format_constants(weights.encoding, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
 
@@ -162,7 +165,7 @@ def _program_tensors(weights: WeightTables) -> list[Tensor]:
 
     Missing tensors are replaced by placeholders.
     """
-    tensors = weights.arguments(*_tensor_names(weights.kind))[::2]
+    tensors = weights.arguments(*_tensor_names(weights.encoding))[::2]
     return [tensors[0], _number_table(weights), *tensors[1:]]
 
 
@@ -174,7 +177,7 @@ def _tensor_names(encoding: LinearEncoding) -> tuple[str, ...]:
 
 def _number_table(weights: WeightTables) -> Tensor:
     """Return the table of numbers if codes are indices into a table, else a placeholder."""
-    kind, weight = weights.kind.block_kind, weights.first_linear.tensors["weight"]
+    kind, weight = weights.encoding.block_kind, weights.first_linear.tensors["weight"]
     if kind is None or kind.table is None:
         return weight
     return _numbers_on_device(kind.table.numbers, weight.device)

@@ -89,7 +89,7 @@ def divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def has_rows(*tensors: Tensor) -> bool:
+def has_contiguous_rows(*tensors: Tensor) -> bool:
     """Return whether the last dimension of each tensor is contiguous or has one element."""
     return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""Linear layers: cuBLAS for floats, Triton for encodings, and adapters."""
+"""Linear layers: cuBLAS for floats, Triton for quantized encodings and adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.products import multiply_encoded, multiply_floats, multiply_row
 from penstock.kernels.cuda.programs.products import multiply_floats as floats_program
 from penstock.kernels.cuda.recurrent import CudaRecurrent
@@ -61,11 +61,17 @@ class CudaLinear(CudaRecurrent):
         encoding = encoding_named(packed.encoding)
         if encoding.is_float and not self.is_deterministic:
             weight, bias = packed.tensors["weight"], packed.bias
-            if len(x) == 1 and x.dim() == 2 and x.dtype in FLOATS and has_rows(x) and weight.is_contiguous():
+            if (
+                len(x) == 1
+                and x.dim() == 2
+                and x.dtype in FLOATS
+                and has_contiguous_rows(x)
+                and weight.is_contiguous()
+            ):
                 return multiply_row(x, packed)
             weight = weight.to(x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-        if x.dtype not in FLOATS or not has_rows(x):
+        if x.dtype not in FLOATS or not has_contiguous_rows(x):
             return super().linear(x, packed)
         weights = WeightTables.of([packed])
         if weights is None:
@@ -81,23 +87,27 @@ class CudaLinear(CudaRecurrent):
 
         The device sorts rows by adapter.
         """
-        adapted_slices = [part for part in packed.slices if part.name in lora.matrices]
+        adapted_slices = [layer_slice for layer_slice in packed.slices if layer_slice.name in lora.matrices]
         if not adapted_slices:
             return y
-        fits = x.dtype in FLOATS and has_rows(x, y)
+        fits = x.dtype in FLOATS and has_contiguous_rows(x, y)
         if not fits or any(
-            matrix.dtype not in FLOATS for part in adapted_slices for matrix in lora.matrices[part.name]
+            matrix.dtype not in FLOATS
+            for layer_slice in adapted_slices
+            for matrix in lora.matrices[layer_slice.name]
         ):
             return super()._add_lora(y, x, packed, lora)
         num_adapters = lora.matrices[adapted_slices[0].name][0].shape[0]
         groups = Groups.of(lora.rows, num_adapters)
-        for part in adapted_slices:
-            down, up = lora.matrices[part.name]  # [n, R, in], [n, out, R]
-            ranks = lora.ranks.get(part.name)
+        for layer_slice in adapted_slices:
+            down, up = lora.matrices[layer_slice.name]  # [n, R, in], [n, out, R]
+            ranks = lora.ranks.get(layer_slice.name)
             ranks = ranks if ranks is None else ranks.to(x.device, non_blocking=True)
             delta = torch.empty((len(x), down.shape[1]), dtype=torch.float32, device=x.device)
             _multiply_adapters(delta, x, down, groups, ranks, gathers=True)
-            _multiply_adapters(y[:, part.start : part.stop], delta, up, groups, ranks, gathers=False)
+            _multiply_adapters(
+                y[:, layer_slice.start : layer_slice.stop], delta, up, groups, ranks, gathers=False
+            )
         return y
 
 

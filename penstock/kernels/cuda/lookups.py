@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS, CudaAttention
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two, row_stride
 from penstock.kernels.cuda.programs import lookups as programs
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -50,7 +50,7 @@ class CudaLookups(CudaAttention):
 
     def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         width = cos.shape[1]
-        if cos.dtype not in FLOATS or cos.dtype != sin.dtype or not has_rows(cos, sin):
+        if cos.dtype not in FLOATS or cos.dtype != sin.dtype or not has_contiguous_rows(cos, sin):
             return super().rope_rows(positions, cos, sin)
         outs = torch.empty((2, len(positions), width), dtype=cos.dtype, device=cos.device)
         launch(
@@ -64,7 +64,7 @@ class CudaLookups(CudaAttention):
 def _as_matrix(x: Tensor) -> Tensor:
     """Return x as a matrix ``[T, F]`` with contiguous rows, without a copy if possible."""
     flat = x.flatten(1) if x.dim() > 1 else x[:, None]
-    return flat if has_rows(flat) else flat.contiguous()
+    return flat if has_contiguous_rows(flat) else flat.contiguous()
 
 
 def _move_indices(x: Tensor, indices: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from penstock.kernels.cuda.attention import FLOATS
 from penstock.kernels.cuda.availability import is_interpreted
 from penstock.kernels.cuda.convolution import CudaConvolution
 from penstock.kernels.cuda.interpreter import correct_bfloat16
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two
 from penstock.kernels.cuda.linear import CudaLinear
 from penstock.kernels.cuda.products import multiply_encoded, multiply_floats
 from penstock.kernels.cuda.programs.products import combine_experts
@@ -32,7 +32,7 @@ class CudaOps(CudaConvolution, CudaLinear):
     def __init__(self) -> None:
         if is_interpreted():
             correct_bfloat16()
-        self._experts: WeakKeyDictionary[PackedExperts, tuple[WeightTables, WeightTables]] = (
+        self._expert_tables: WeakKeyDictionary[PackedExperts, tuple[WeightTables, WeightTables]] = (
             WeakKeyDictionary()
         )
 
@@ -53,7 +53,7 @@ class CudaOps(CudaConvolution, CudaLinear):
         if lora is not None and lora.for_slices(packed.slice_names()) is None:
             lora = None
         weights = self._get_weights(packed)
-        fits = x.dtype in FLOATS and has_rows(x) and len(x) > 0 and not packed.is_part
+        fits = x.dtype in FLOATS and has_contiguous_rows(x) and len(x) > 0 and not packed.is_part
         if weights is None or lora is not None or not fits:
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         num_rows, top = topk_ids.shape
@@ -84,18 +84,18 @@ class CudaOps(CudaConvolution, CudaLinear):
             total.index_add_(0, expert_rows, expert_values)
 
     def _multiply_grouped(self, x: Tensor, weights: WeightTables, groups: Groups) -> Tensor:
-        if weights.kind.is_float:
+        if weights.encoding.is_float:
             return multiply_floats(x, weights, groups, is_deterministic=self.is_deterministic)
         return multiply_encoded(x, weights, groups, is_deterministic=self.is_deterministic)
 
     def _get_weights(self, packed: PackedExperts) -> tuple[WeightTables, WeightTables] | None:
         """Return the weights of the gate_up and down layers; None unless programs support both."""
-        if packed not in self._experts:
+        if packed not in self._expert_tables:
             gate_up, down = (_make_grouped_weights(linears) for linears in (packed.gate_up, packed.down))
             if gate_up is None or down is None:
                 return None
-            self._experts[packed] = gate_up, down
-        return self._experts[packed]
+            self._expert_tables[packed] = gate_up, down
+        return self._expert_tables[packed]
 
 
 def _make_grouped_weights(linears: tuple[PackedLinear, ...]) -> WeightTables | None:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.attention import FLOATS
-from penstock.kernels.cuda.launch import divide_up, has_rows, launch, power_of_two
+from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch, power_of_two
 from penstock.kernels.cuda.programs import recurrent as programs
 from penstock.kernels.cuda.rows import CudaRows
 from penstock.kernels.inputs import LayerState
 from penstock.kernels.recurrent_ops import NORM_EPS, NUM_SAVES, GateFunction
 
 _MAX_KEY_DIM = 256
+"""Maximum size of a key head."""
 _CHANNELS = 256
 """Maximum number of channels of a tile of the convolution."""
 _COLUMNS = 32
@@ -25,21 +26,21 @@ class CudaRecurrent(CudaRows):
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
     ) -> Tensor:
-        fits = x.dtype in FLOATS and state.inputs.dtype == x.dtype and has_rows(x)
+        fits = x.dtype in FLOATS and state.inputs.dtype == x.dtype and has_contiguous_rows(x)
         if not fits or not (weight.is_contiguous() and state.inputs.is_contiguous()):
             return super().short_convolution(x, weight, state, row_offsets, lengths)
-        (rows, width), kernel, sequences = x.shape, len(weight), len(lengths)
+        (rows, width), num_taps, sequences = x.shape, len(weight), len(lengths)
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         tile = min(_CHANNELS, power_of_two(width))
         tiles, offsets = divide_up(width, tile), (row_offsets, lengths)
         launch(
             programs.convolve, (rows, tiles), out, x, weight, state.inputs, state.slots, *offsets, width,
-            x.stride(0), sequences, KERNEL=kernel, WIDTH=tile, SEQUENCES=power_of_two(sequences),
+            x.stride(0), sequences, KERNEL=num_taps, WIDTH=tile, SEQUENCES=power_of_two(sequences),
             is_dependent=True,
         )  # fmt: skip
         launch(
             programs.keep_inputs, (sequences, tiles), state.inputs, x, state.slots, state.saves, *offsets,
-            width, x.stride(0), KEPT=kernel - 1, TAPS=power_of_two(kernel - 1), WIDTH=tile,
+            width, x.stride(0), HISTORY=num_taps - 1, TAPS=power_of_two(num_taps - 1), WIDTH=tile,
             NUM_SAVES=NUM_SAVES, is_dependent=True,
         )  # fmt: skip
         return out
@@ -54,7 +55,7 @@ class CudaRecurrent(CudaRows):
         lengths: Tensor,
     ) -> Tensor:
         _, heads, key_dim, value_dim = state.recurrent.shape
-        fits = qkv.dtype in FLOATS and gates.dtype in FLOATS and has_rows(qkv, gates)
+        fits = qkv.dtype in FLOATS and gates.dtype in FLOATS and has_contiguous_rows(qkv, gates)
         fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
         if not fits or key_dim > _MAX_KEY_DIM:
             return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
@@ -71,7 +72,7 @@ class CudaRecurrent(CudaRows):
         return out
 
     def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
-        if x.dtype not in FLOATS or gate.dtype not in FLOATS or not has_rows(x, gate):
+        if x.dtype not in FLOATS or gate.dtype not in FLOATS or not has_contiguous_rows(x, gate):
             return super().apply_gate(x, gate, function)
         rows, heads, dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

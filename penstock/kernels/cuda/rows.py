@@ -10,7 +10,14 @@ from torch import Tensor
 from penstock.kernels.activations import Activation
 from penstock.kernels.codes import LARGEST_FP8
 from penstock.kernels.cuda.attention import FLOATS, cache_for_programs
-from penstock.kernels.cuda.launch import Program, divide_up, has_rows, launch, power_of_two, row_stride
+from penstock.kernels.cuda.launch import (
+    Program,
+    divide_up,
+    has_contiguous_rows,
+    launch,
+    power_of_two,
+    row_stride,
+)
 from penstock.kernels.cuda.lookups import CudaLookups
 from penstock.kernels.cuda.programs import rows as programs
 from penstock.kernels.cuda.programs import sampling as sampling_programs
@@ -21,7 +28,7 @@ from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.routing import Routing
 
 _MAX_NORM_WIDTH = 1 << 15
-"""Maximum width of a row of which one program computes the norm, because it holds the row in registers."""
+"""Maximum width of a row in the norm program, which holds the whole row in registers."""
 _MAX_EXPERTS = 1024
 """Maximum number of experts of the routing program."""
 _COLUMNS = 1024
@@ -54,7 +61,12 @@ class CudaRows(CudaLookups):
         return _norm(x, None, weight, None, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if x.dim() != 2 or x.dtype != residual.dtype or not _can_norm(x, weight) or not has_rows(residual):
+        if (
+            x.dim() != 2
+            or x.dtype != residual.dtype
+            or not _can_norm(x, weight)
+            or not has_contiguous_rows(residual)
+        ):
             return super().add_rms_norm(x, residual, weight, eps)
         return _norm(x, residual, weight, None, eps)
 
@@ -68,25 +80,27 @@ class CudaRows(CudaLookups):
     ) -> tuple[Tensor, Tensor]:
         if x.dim() != 2 or x.dtype != residual.dtype or not _can_norm(x, weight, bias):
             return super().add_layer_norm(x, residual, weight, bias, eps)
-        return _norm(x, residual if has_rows(residual) else residual.contiguous(), weight, bias, eps)
+        return _norm(
+            x, residual if has_contiguous_rows(residual) else residual.contiguous(), weight, bias, eps
+        )
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        if x.dim() != 2 or x.dtype not in FLOATS or not has_rows(x):
+        if x.dim() != 2 or x.dtype not in FLOATS or not has_contiguous_rows(x):
             return super().soft_cap(x, cap)
         return _apply(programs.activate, x, x.shape[1], cap, KIND="soft_cap")
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        if x.dim() != 2 or x.dtype not in FLOATS or not has_rows(x):
+        if x.dim() != 2 or x.dtype not in FLOATS or not has_contiguous_rows(x):
             return super().activation(x, activation)
         return _apply(programs.activate, x, x.shape[1], 0.0, KIND=activation)
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        if x.dtype not in FLOATS or not has_rows(x):
+        if x.dtype not in FLOATS or not has_contiguous_rows(x):
             return super().gated_activation(x, activation)
         return _apply(programs.gate, x, x.shape[1] // 2, 0.0, 0.0, KIND=activation)
 
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
-        if x.dtype not in FLOATS or not has_rows(x):
+        if x.dtype not in FLOATS or not has_contiguous_rows(x):
             return super().clamped_swiglu(x, gate)
         return _apply(programs.gate, x, x.shape[1] // 2, gate.alpha, gate.limit, KIND="clamped_swiglu")
 
@@ -95,21 +109,26 @@ class CudaRows(CudaLookups):
     ) -> tuple[Tensor, Tensor]:
         half, dim = cos.shape[1], q.shape[2]
         tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-        if q.dtype not in FLOATS or q.dtype != k.dtype or not has_rows(q, k) or not tables_fit:
+        if q.dtype not in FLOATS or q.dtype != k.dtype or not has_contiguous_rows(q, k) or not tables_fit:
             return super().rotary(q, k, cos, sin, is_interleaved=is_interleaved)
         outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         unrotated_dims = dim - 2 * half
         launch(
             programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
             *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
-            REST=power_of_two(unrotated_dims) if unrotated_dims else 0, IS_INTERLEAVED=is_interleaved,
+            UNROTATED=power_of_two(unrotated_dims) if unrotated_dims else 0, IS_INTERLEAVED=is_interleaved,
             is_dependent=True, num_warps=1,
         )  # fmt: skip
         return outs[0], outs[1]
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         cache, scales = kv.cache, kv.scales
-        fits = k.dtype in FLOATS and v.dtype in FLOATS and has_rows(k, v, cache) and kv.slots.is_contiguous()
+        fits = (
+            k.dtype in FLOATS
+            and v.dtype in FLOATS
+            and has_contiguous_rows(k, v, cache)
+            and kv.slots.is_contiguous()
+        )
         if not fits or (cache.dtype not in FLOATS and scales is None):
             return super().store_kv(k, v, kv)
         cache, is_e4m3 = cache_for_programs(cache)
@@ -126,7 +145,12 @@ class CudaRows(CudaLookups):
         self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         rows, experts = logits.shape
-        fits = logits.dtype in FLOATS and has_rows(logits) and isinstance(routing, str) and bias is None
+        fits = (
+            logits.dtype in FLOATS
+            and has_contiguous_rows(logits)
+            and isinstance(routing, str)
+            and bias is None
+        )
         if not fits or not 0 < top_k <= experts <= _MAX_EXPERTS:
             return super().route(logits, top_k, routing, bias)
         topk_weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
@@ -139,7 +163,7 @@ class CudaRows(CudaLookups):
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
         rows, vocabulary = logits.shape
-        if logits.dtype not in FLOATS or not has_rows(logits):
+        if logits.dtype not in FLOATS or not has_contiguous_rows(logits):
             return super().sample(logits, sampling, bitmask)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         chunk = min(
@@ -179,7 +203,9 @@ class CudaRows(CudaLookups):
 
 def _can_norm(x: Tensor, *weights: Tensor) -> bool:
     """Return whether the norm program supports the type, width and layout of ``x`` and of the weights."""
-    fits = x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM_WIDTH and has_rows(x) and x.dim() in (2, 3)
+    fits = (
+        x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM_WIDTH and has_contiguous_rows(x) and x.dim() in (2, 3)
+    )
     return fits and all(
         weight.is_contiguous() and weight.dtype in FLOATS and weight.dim() == 1 for weight in weights
     )

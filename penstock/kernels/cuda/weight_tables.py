@@ -40,7 +40,7 @@ class Groups:
 class WeightTables:
     """One weight, or several of the same shape and encoding, in the form that the programs read."""
 
-    kind: LinearEncoding
+    encoding: LinearEncoding
     first_linear: PackedLinear
     tables: dict[str, Tensor]
     """By tensor name, the addresses ``[n]`` of the tensor in all weights; empty for one weight."""
@@ -53,13 +53,13 @@ class WeightTables:
         weight is not packed yet, if one of several layers permutes its inputs, or if no program supports the
         encoding, layout or size of the first layer.
         """
-        first, kind = linears[0], encoding_named(linears[0].encoding)
+        first, encoding = linears[0], encoding_named(linears[0].encoding)
         if any(isinstance(linear.tensors, LazyWeight) and linear.tensors.parts for linear in linears):
             return None
         if len(linears) > 1 and any(linear.order is not None for linear in linears):
             return None
         names = [*first.tensors, *([] if first.bias is None else ["bias"])]
-        if not _is_supported(kind, first) or any(
+        if not _is_supported(encoding, first) or any(
             (linear.encoding, linear.layout, linear.in_features, linear.out_features)
             != (first.encoding, first.layout, first.in_features, first.out_features)
             or (linear.bias is None) != (first.bias is None)
@@ -67,9 +67,9 @@ class WeightTables:
         ):
             return None
         if len(linears) == 1:
-            return cls(kind, first, {})
+            return cls(encoding, first, {})
         tables = {name: tensor_addresses([_get_tensor(linear, name) for linear in linears]) for name in names}
-        return cls(kind, first, tables)
+        return cls(encoding, first, tables)
 
     def arguments(self, *names: str) -> list[Tensor]:
         """Return each named tensor of the first weight, followed by the address table of the tensor.
@@ -86,16 +86,18 @@ class WeightTables:
         return arguments
 
 
-def _is_supported(kind: LinearEncoding, packed: PackedLinear) -> bool:
+def _is_supported(encoding: LinearEncoding, packed: PackedLinear) -> bool:
     """Return whether a program can multiply by the weight of this layer."""
     tensors = packed.tensors
     if packed.layout not in (ROWS, NIBBLES) or not all(tensor.is_contiguous() for tensor in tensors.values()):
         return False
-    if kind.is_float or kind.block_kind is not None or kind.number_format == "e4m3":
+    if encoding.is_float or encoding.block_kind is not None or encoding.number_format == "e4m3":
         return True
-    if kind.number_format != "integer":
+    if encoding.number_format != "integer":
         return False
-    return kind.group_size is not None or (not kind.has_zero_points and packed.in_features <= _MAX_INPUTS)
+    if encoding.group_size is not None:
+        return True
+    return not encoding.has_zero_points and packed.in_features <= _MAX_INPUTS
 
 
 def _get_tensor(packed: PackedLinear, name: str) -> Tensor:
@@ -120,7 +122,7 @@ def tile_rows(num_rows: int, groups: Groups | None, *, is_deterministic: bool = 
 def tile_outputs(num_rows: int, packed: PackedLinear, groups: Groups | None, device: torch.device) -> int:
     """Return the number of outputs of a tile: 16 or 64.
 
-    It is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
+    The number is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
     """
     is_large = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
     return 64 if is_large or num_rows > 64 else 16

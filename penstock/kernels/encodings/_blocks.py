@@ -3,6 +3,7 @@
 A weight is ``(scale * number - minimum) * row_scale``. Minima and row scales are optional. Codes have 4, 5 or
 6 bits. The number of a code is ``code - offset``, an E2M1 number (mxfp4 and nvfp4), or an entry of a table
 (nf4 and fp4).
+
 ``weight`` holds the codes, uint8 ``[out, in]``. ``scales`` has one number per ``group_size`` inputs, and
 ``minima``, if present, one per 32 inputs. In encodings with superblocks of 256 inputs, scales and minima are
 small integers. They are multiplied by ``factors`` and ``min_factors``, float16 ``[out, ceil(in / 256)]``.

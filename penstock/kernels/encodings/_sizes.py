@@ -5,7 +5,7 @@ from __future__ import annotations
 PANEL = 64
 """Number of outputs of a panel."""
 GROUP = 32
-"""Number of inputs of a group. In int4, int5, uint4 and uint8, a group shares a scale."""
+"""Number of inputs of a group. In int4, int5, uint4 and uint8, the inputs of a group share a scale."""
 SUPERBLOCK = 256
 """Number of inputs whose scales share a factor in block encodings with superblocks, such as q4_k."""
 FP8_GROUP = 128

@@ -124,7 +124,7 @@ def _gather_keys_values(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor
     pair = kv.cache[:, table].float()  # [2, M, K, S, D]
     if kv.scales is not None:
         pair = pair * kv.scales[:, table][..., None]
-    # Values after `length` are masked, but 0 times a stale NaN would be NaN.
+    # The weights of values after `length` are 0, but 0 times a stale NaN would be NaN.
     pair[:, -1, :, length - (len(table) - 1) * block_size :] = 0
     keys, values = pair.transpose(1, 2)
     return keys, values

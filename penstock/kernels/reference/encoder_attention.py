@@ -13,7 +13,7 @@ from torch import Tensor
 QUERY_TILE = 128
 """Maximum number of rows per tile.
 
-It bounds the memory of the scores to ``H * QUERY_TILE`` floats per key.
+The limit bounds the memory of the scores to ``H * QUERY_TILE`` floats per key.
 """
 
 

@@ -42,7 +42,7 @@ from penstock.kernels.reference.routing import ReferenceRouting
 from penstock.kernels.reference.sampling import sample
 from penstock.kernels.spans import ImageSpans
 
-MAX_EXPERT_ROWS = 1024
+MAX_EXPERT_PAIRS = 1024
 """Maximum number of (row, expert) pairs that `experts` computes at once. Limits the memory of activations."""
 
 
@@ -240,7 +240,7 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         ids = topk_ids - packed.first_id
         for pairs, sizes in grouped_by_expert(
-            ids, len(packed.down), max_pairs=MAX_EXPERT_ROWS, skip_other_ids=packed.is_part
+            ids, len(packed.down), max_pairs=MAX_EXPERT_PAIRS, skip_other_ids=packed.is_part
         ):
             rows, counts = pairs // topk_ids.shape[1], list(sizes.values())
             gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]

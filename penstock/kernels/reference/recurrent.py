@@ -20,16 +20,17 @@ class ReferenceRecurrent(RecurrentOps):
         self, x: Tensor, weight: Tensor, state: LayerState, row_offsets: Tensor, lengths: Tensor
     ) -> Tensor:
         out = torch.empty_like(x)
-        num_kept = len(weight) - 1
+        num_previous = len(weight) - 1
         for slot, first, end, starts_at_zero, saves in _sequences(state, row_offsets, lengths):
-            kept = state.inputs[slot]
-            rows = torch.cat([torch.zeros_like(kept) if starts_at_zero else kept, x[first:end]]).float()
-            total = torch.zeros_like(rows[num_kept:])
+            previous = state.inputs[slot]
+            previous = torch.zeros_like(previous) if starts_at_zero else previous
+            rows = torch.cat([previous, x[first:end]]).float()
+            total = torch.zeros_like(rows[num_previous:])
             for j, factors in enumerate(weight):
                 total = total + rows[j : j + len(total)] * factors
             out[first:end] = (total / (1 + torch.exp(-total))).to(x.dtype)
             for num_rows, target in [*saves, (end - first, slot)]:
-                state.inputs[target] = rows[num_rows : num_rows + num_kept].to(state.inputs.dtype)
+                state.inputs[target] = rows[num_rows : num_rows + num_previous].to(state.inputs.dtype)
         return out
 
     def gated_delta_rule(

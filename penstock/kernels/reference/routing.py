@@ -80,12 +80,12 @@ def _mask_unselected_groups(ranks: Tensor, groups: int, top_groups: int) -> Tens
 
 
 def _sparse_mixer(logits: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
-    remaining, weights, ids = logits, [], []
+    unselected, weights, ids = logits, [], []
     for _ in range(top_k):
-        best = _select_largest(remaining, 1)  # [T, 1]
-        best_logits = remaining.gather(-1, best)
+        best = _select_largest(unselected, 1)  # [T, 1]
+        best_logits = unselected.gather(-1, best)
         is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps
-        weights.append(remaining.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
+        weights.append(unselected.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
         ids.append(best)
-        remaining = remaining.scatter(-1, best, -torch.inf)
+        unselected = unselected.scatter(-1, best, -torch.inf)
     return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)

@@ -36,13 +36,13 @@ def _sample_rows(scores: Tensor, sampling: SamplingInputs) -> Tensor:
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=scores.device)
     top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary)[:, None]
-    kept = ordered * (rank < top_k)
-    before = kept.cumsum(-1) - kept
+    weights = ordered * (rank < top_k)  # the probabilities of the kept tokens, 0 for removed tokens
+    mass_before = weights.cumsum(-1) - weights
     top_p = sampling.top_p.double()[:, None]
-    # A token is kept while the tokens before it have less than top_p of the mass after top_k.
-    kept = kept * ((before < top_p * kept.sum(-1, keepdim=True)) | (top_p >= 1) | (rank == 0))
-    kept = kept * (kept >= sampling.min_p.double()[:, None] * kept[:, :1])
-    mass = torch.zeros_like(kept).scatter_(-1, ids, kept).cumsum(-1)  # back in token-id order
+    # top_p keeps a token if the tokens before it have less than top_p of the mass that top_k leaves.
+    weights = weights * ((mass_before < top_p * weights.sum(-1, keepdim=True)) | (top_p >= 1) | (rank == 0))
+    weights = weights * (weights >= sampling.min_p.double()[:, None] * weights[:, :1])
+    mass = torch.zeros_like(weights).scatter_(-1, ids, weights).cumsum(-1)  # back in token-id order
     total = mass[:, -1:]
     # If uniforms * total rounds up to the total, use the next smaller number, so that a kept token is found.
     target = torch.minimum(sampling.uniforms[:, None] * total, torch.nextafter(total, 0 * total))

@@ -72,7 +72,7 @@ def test_compiled_encoder_attention_is_bit_equal_to_eager(
 
 
 def test_a_long_step_is_split_into_several_calls(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the work of products with many rows counts for the split."""
+    """Only operations with more than 64 rows count for the split."""
     monkeypatch.setattr("penstock.kernels.cpu.plan._MULTIPLICATIONS_PER_CALL", 1 << 20)
     step, inputs = random_encoder(ops, 64, [100])
     graphs = GraphCache(CpuGraphCompiler(ops), pads_columns=False)

@@ -132,7 +132,9 @@ def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encodi
 
 @pytest.mark.parametrize("encoding", ["float32", "int4"])
 @pytest.mark.usefixtures("_restore_num_threads")
-def test_more_row_expert_pairs_than_one_round_are_bit_equal(ops: CpuOps, encoding: str) -> None:
+def test_several_rounds_of_row_expert_pairs_are_bit_equal_to_separate_experts(
+    ops: CpuOps, encoding: str
+) -> None:
     rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
     x, (topk_weights, topk_ids) = random_activations(rows, 128, encoding), random_routes(rows, 6, 4)
     # The ids are unsorted, and every row uses expert 5.
@@ -147,7 +149,7 @@ def test_more_row_expert_pairs_than_one_round_are_bit_equal(ops: CpuOps, encodin
         assert torch.equal(ops.experts(x, experts, topk_weights, topk_ids, "silu"), expected)
 
 
-def test_a_batch_that_uses_a_single_expert_is_bit_equal(ops: CpuOps) -> None:
+def test_a_batch_that_uses_a_single_expert_is_bit_equal_to_separate_experts(ops: CpuOps) -> None:
     experts = pack_experts(ops, 128, 64, 32, "bfloat16")
     for rows in (1, 6, 7, 240, 241, 500):
         x, topk_ids = random_activations(rows, 64, "bfloat16"), torch.full((rows, 1), 77)
@@ -173,7 +175,7 @@ def test_strided_topk_weights_and_topk_ids_are_read(ops: CpuOps) -> None:
 def test_an_invalid_expert_id_is_refused(
     ops: CpuOps, invalid_id: int, rows: int, encoding: str, dtype: str
 ) -> None:
-    """The C++ kernels do not support int8 experts with float32 activations: the reference computes them."""
+    """The biases of int8 experts are bfloat16, so the reference computes them with float32 activations."""
     experts, x = pack_experts(ops, 6, 64, 64, encoding), random_activations(rows, 64, dtype)
     topk_weights, topk_ids = random_routes(rows, 6, 3)
     topk_ids[1, 2] = invalid_id

@@ -62,7 +62,6 @@ def test_a_lazy_weight_is_packed_once(ops: CpuOps) -> None:
 
 
 def test_products_use_floats_until_the_weight_is_quantized(ops: CpuOps) -> None:
-    """Products before packing use the floats of the parts."""
     weight, x = torch.randn(70, 33), torch.randn(5, 33)
     for encoding in ("int8", "int5", "int4"):
         packed_weight = ops.pack_lazily([weight], encoding)

@@ -109,7 +109,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_library
 def test_inline_functions_have_a_symbol_for_each_instruction_set() -> None:
-    """The linker keeps one copy of inline functions with one symbol, and that copy could need AVX-512."""
+    """Of inline functions with the same symbol the linker keeps one, and the kept one could need AVX-512."""
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("needs nm, to list the symbols of the library")

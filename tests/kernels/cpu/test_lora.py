@@ -55,7 +55,7 @@ def empty_inputs(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") 
 
 
 def fill_adapter(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> None:
-    """Replace the matrices of an adapter by random ones, in place."""
+    """Replace the matrices of an adapter by random ones of the given ranks, in place."""
     for name, (down, up) in lora.matrices.items():
         rank = ranks.get(name, 0)
         down[adapter], up[adapter] = torch.nan, torch.nan

@@ -15,7 +15,7 @@ from penstock.kernels import LazyWeight, encoding_named
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packing import ENCODING_CODES, is_quantized, pack_rows
+from penstock.kernels.cpu.packing import ENCODING_CODES, pack_rows, quantizes_activations
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,7 +52,7 @@ def assert_equals_definition(
     assert panels is not None
     expected_panels = tensor_bytes(panels.to_panels(rows))
     assert tensor_bytes(dict(pack(ops, weight, encoding, importance))) == expected_panels
-    if is_quantized(encoding):  # packing the quantized rows gives the same panels
+    if quantizes_activations(encoding):  # packing the quantized rows gives the same panels
         repacked = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
         assert tensor_bytes(repacked) == expected_panels
 
@@ -94,7 +94,7 @@ NUMBERS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("encoding", [name for name in ENCODING_CODES if is_quantized(name)])
+@pytest.mark.parametrize("encoding", [name for name in ENCODING_CODES if quantizes_activations(name)])
 @settings(max_examples=num_examples(20), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(

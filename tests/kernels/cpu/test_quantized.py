@@ -69,16 +69,16 @@ def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
 def test_products_agree_with_the_definition(
-    ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
+    ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
 ) -> None:
     weight = torch.randn(shape)
     # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).to(dtype)[:, 3 : 3 + shape[1]]
     x[5, 0] = 10000.0
     x[7] = 0
-    bias = torch.randn(shape[0]).to(dtype) if with_bias else None
+    bias = torch.randn(shape[0]).to(dtype) if has_bias else None
     y = ops.linear(x, pack_with_bias(ops, weight, encoding, bias))
     assert y.dtype == dtype
     expected, terms = expected_product(weight, encoding, x, bias)
@@ -98,14 +98,16 @@ def rows_with_outliers(inputs: int) -> Tensor:
         positions = torch.randperm(inputs)[:count]
         x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
-    x[-1, : min(15, inputs // 32)] = -2.0  # with scale 1 or 2, each outlier needs one extra byte
+    x[
+        -1, : min(15, inputs // 32)
+    ] = -2.0  # each outlier needs one extra byte if it is scaled to 127 times 1.5 or 2
     x[-2] = x[-1]
     x[-2, -1:] = 2.0  # one outlier more than the maximum number of extra bytes
     return x
 
 
 @pytest.mark.parametrize("inputs", [31, 64, 576, 1500, 4100])
-def test_outliers_do_not_reduce_the_precision_of_other_activations(
+def test_products_of_rows_with_outliers_agree_with_the_definition(
     ops: CpuOps, dtype: torch.dtype, inputs: int
 ) -> None:
     weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
@@ -147,10 +149,8 @@ def test_more_rows_than_one_quantization_pass_are_bit_equal(ops: CpuOps, encodin
     assert torch.equal(ops.linear(x[:40], packed_weight), batch_result[:40])
 
 
-def test_rows_of_results_larger_than_the_cpu_cache_equal_smaller_results(
-    ops: CpuOps, dtype: torch.dtype
-) -> None:
-    """Tiles write results below 4 MiB directly. They write larger results after a whole panel is computed."""
+def test_rows_of_results_above_4_mib_equal_rows_of_smaller_results(ops: CpuOps, dtype: torch.dtype) -> None:
+    """Tiles write results below 4 MiB directly. Larger results are written when a whole panel is computed."""
     packed_weight = pack_with_bias(ops, torch.randn(4096, 40), "int8", torch.randn(4096).to(dtype))
     x = torch.randn(520, 40).to(dtype)
     full_result = ops.linear(x, packed_weight)

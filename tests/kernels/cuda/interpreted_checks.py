@@ -46,7 +46,7 @@ def ops() -> CudaOps:
 
 
 @pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
+def deterministic_ops(monkeypatch: pytest.MonkeyPatch) -> CudaOps:
     cuda_ops = CudaOps()  # replaces products for the whole process, so it runs before `use_exact_dots`
     use_exact_dots(monkeypatch)
     cuda_ops.require_determinism()
@@ -182,7 +182,7 @@ def to_int8_cache(kv: LayerKV) -> LayerKV:
 @pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "case", ["plain", "window", "chunks", "cap and sinks", "bytes", "spans", "decode in splits"]
+    "case", ["plain", "window", "chunks", "cap and sinks", "int8 cache", "spans", "decode in splits"]
 )
 def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     fields = {"window": {"window": 9}, "chunks": {"window": 8, "is_chunked": True}}.get(case, {})
@@ -194,7 +194,7 @@ def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, c
     options: dict[str, object] = {"scale": 0.3}
     if case == "cap and sinks":
         options |= {"soft_cap": 2.0, "sinks": torch.randn(6)}
-    elif case == "bytes":
+    elif case == "int8 cache":
         kv = to_int8_cache(kv)
     elif case == "spans":
         positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
@@ -275,35 +275,37 @@ def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict
 
 
 def test_attention_is_bit_equal_in_chunks_batches_and_splits(
-    deterministic: CudaOps, monkeypatch: pytest.MonkeyPatch
+    deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row has the same bits in a large prefill chunk, in a small chunk, and alone with split keys."""
     num_processors = [1]  # with one processor, one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: num_processors[0])
     kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
     q = torch.randn(21, 2, 16)
-    full_result = deterministic.attention(q, kv, offsets, lengths, scale=0.3)
+    full_result = deterministic_ops.attention(q, kv, offsets, lengths, scale=0.3)
     num_processors[0] = 1000
     swapped_kv = replace(kv, block_tables=kv.block_tables[[1, 0]])
     chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()
-    batch_result = deterministic.attention(torch.cat([q[20:], q[:13]]), swapped_kv, *chunk, scale=0.3)
+    batch_result = deterministic_ops.attention(torch.cat([q[20:], q[:13]]), swapped_kv, *chunk, scale=0.3)
     assert torch.equal(batch_result[1:], full_result[:13])
     assert torch.equal(batch_result[0], full_result[20])
     single_kv = replace(kv, block_tables=kv.block_tables[:1])
     single_offsets_and_lengths = torch.tensor([0, 1]).int(), torch.tensor([540]).int()
     assert torch.equal(
-        deterministic.attention(q[19:20], single_kv, *single_offsets_and_lengths, scale=0.3),
+        deterministic_ops.attention(q[19:20], single_kv, *single_offsets_and_lengths, scale=0.3),
         full_result[19:20],
     )
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "fp8", "int8", "int4"])
-def test_products_are_bit_equal_alone_and_in_a_batch(deterministic: CudaOps, encoding: str) -> None:
-    packed_weight = deterministic.pack_linear(torch.randn(20, 70), encoding)
+def test_products_are_bit_equal_alone_and_in_a_batch(deterministic_ops: CudaOps, encoding: str) -> None:
+    packed_weight = deterministic_ops.pack_linear(torch.randn(20, 70), encoding)
     x = torch.randn(66 if encoding in ("float32", "bfloat16") else 18, 70)
-    full_result = deterministic.linear(x, packed_weight)
+    full_result = deterministic_ops.linear(x, packed_weight)
     for selected_rows in (torch.tensor([7]), torch.tensor([17, 3, 0])):
-        assert torch.equal(deterministic.linear(x[selected_rows], packed_weight), full_result[selected_rows])
+        assert torch.equal(
+            deterministic_ops.linear(x[selected_rows], packed_weight), full_result[selected_rows]
+        )
 
 
 # ---- products ----
@@ -347,7 +349,7 @@ def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, 
         )
 
 
-def test_products_with_large_scales_and_float16_activations_agree(ops: CudaOps) -> None:
+def test_float16_products_with_large_scales_agree_with_the_reference(ops: CudaOps) -> None:
     """Without row scales, some weights (8 times a scale) are beyond the range of float16."""
     rows = dict(encoding_named("q4_z").pack(torch.randn(20, 70)))
     max_scales = torch.maximum(rows["scales"], rows["minima"].abs()).amax(1).float()

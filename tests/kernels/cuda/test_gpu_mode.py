@@ -60,8 +60,8 @@ def test_model_tests_get_the_marker_gpu_only_if_it_is_selected(has_gpu: bool, ex
     config: Any = SimpleNamespace(getoption=lambda name, default: expression)
     items: Any = [FakeTestItem("gpu"), FakeTestItem("models"), FakeTestItem()]
     gpu_mode.mark_gpu_tests(config, items)
-    kernel, model, other = items
-    assert ("skip" in kernel.names) == (not has_gpu)
-    assert ("gpu" in model.names) == expression.startswith("gpu")
-    assert ("skip" in model.names) == (expression.startswith("gpu") and not has_gpu)
-    assert other.names == []
+    gpu_item, model_item, unmarked_item = items
+    assert ("skip" in gpu_item.names) == (not has_gpu)
+    assert ("gpu" in model_item.names) == expression.startswith("gpu")
+    assert ("skip" in model_item.names) == (expression.startswith("gpu") and not has_gpu)
+    assert unmarked_item.names == []

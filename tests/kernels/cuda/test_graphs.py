@@ -192,7 +192,7 @@ def test_several_steps_in_one_call_equal_single_steps(uniforms: list[float]) -> 
     assert expected[0][1] == -1
 
 
-def test_graphs_beyond_the_budget_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_steps_run_eagerly_when_graphs_have_used_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # the limit is 5 % of 100 MiB
     with caplog.at_level(logging.WARNING):
         was_captured = [
@@ -216,7 +216,7 @@ def test_all_steps_are_captured_in_one_side_stream() -> None:
     assert (cache.num_graphs, len(cuda.streams)) == (3, 1)
 
 
-def test_inputs_of_graphs_count_in_the_budget_until_a_graph_is_dropped() -> None:
+def test_inputs_of_a_graph_count_in_the_budget_until_the_graph_is_dropped() -> None:
     """The inputs of a graph are not in the memory pool of the graphs. Inputs with images have megabytes."""
     compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda(), max_bytes=10 * MIB)
     cache = GraphCache(compiler, max_graphs=1, pads_columns=False)
@@ -229,7 +229,7 @@ def test_inputs_of_graphs_count_in_the_budget_until_a_graph_is_dropped() -> None
         ]
         return results[1] is not None
 
-    assert is_captured(4)  # 4 MiB of inputs, freed by the next graph
+    assert is_captured(4)  # 4 MiB of inputs, freed when the next graph replaces this one
     assert is_captured(5)
     assert cache.num_bytes == 5 * MIB
     assert is_captured(1)

@@ -20,5 +20,5 @@ def test_the_planned_size_is_at_least_the_packed_size(encoding: str, inputs: int
     packed_size = sum(tensor.nbytes for tensor in packed.tensors.values())
     planned_size = BACKEND.num_bytes(ENCODINGS[encoding], 128, inputs)
     assert packed_size <= planned_size
-    if inputs == 256:  # panels have no padding
+    if inputs == 256:  # with 256 inputs, no layout has padding
         assert planned_size <= 1.02 * packed_size

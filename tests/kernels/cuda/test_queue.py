@@ -99,7 +99,7 @@ def test_a_copy_waits_for_earlier_work_only() -> None:
         assert copy.wait().tolist() == [step, step], "the value must be a copy"
 
 
-def test_the_reference_back_end_on_the_cpu_has_no_queue() -> None:
+def test_the_reference_back_end_has_no_cuda_queue() -> None:
     assert make_queue(ReferenceOps()) is None
 
 

@@ -1,5 +1,5 @@
-// Attention over the paged KV cache in one pass, with an online softmax in float32. It is causal unless `keys_ahead` is
-// set. Cache blocks are read in place.
+// Attention over the paged KV cache in one pass, with an online softmax in float32. Attention is causal unless
+// `keys_ahead` is set. Cache blocks are read in place.
 //
 // The work is divided into items. An item has queries of one sequence and kv head, and all keys that these queries see.
 // The queries are those of consecutive rows and of query heads that share the kv head. Keys are processed in tiles of
@@ -14,13 +14,14 @@
 
 constexpr int64_t TILE = 64;    // keys
 constexpr int64_t CHUNK = 512;  // keys
-// Smallest and largest limit on the queries of an item if the longest sequence is long and all queries of a sequence
-// see the same keys. Each item packs its keys and values, so fewer and larger items pack less in total.
+// Smallest and largest limit on the queries of an item if queries see later keys, there is no window, and the longest
+// sequence is long. In encoders, all queries of a sequence then see the same keys. Each item packs its keys and values,
+// so fewer and larger items pack less in total.
 constexpr int64_t MANY_QUERIES = 128, MAX_QUERIES = 512;
-constexpr int64_t ITEMS_PER_THREAD = 8;  // the limit exceeds MANY_QUERIES if each thread still gets this many items
-// Maximum number of queries of an item in all other cases: short sequences, and queries that see different keys. An
-// item computes the scores of all its queries with all its keys, including masked keys, so larger items would compute
-// more masked scores. The constant is also the maximum number of heads of an item.
+constexpr int64_t ITEMS_PER_THREAD = 8;  // the limit is doubled while each thread still gets this many items
+// Maximum number of queries of an item in all other cases: short sequences, causal attention, and windows. An item
+// computes the scores of all its queries with all its keys, including masked keys, so larger items would compute more
+// masked scores. The constant is also the maximum number of heads of an item.
 constexpr int64_t MAX_MASKED_QUERIES = 64;
 constexpr int64_t FEW_QUERIES = 8;  // keys and values are packed for items with more queries than this
 
@@ -83,10 +84,10 @@ static Items number_items(const Attention& a, int64_t threads, int64_t* first) {
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
-    int64_t seen = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b];
+    int64_t num_keys = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b];
     first[b] = items.count;
     items.count += ceil_div(rows, items.rows) * a.K * items.head_tiles;
-    items.max_chunks = max(items.max_chunks, seen / CHUNK + 2);
+    items.max_chunks = max(items.max_chunks, num_keys / CHUNK + 2);
   }
   first[a.B] = items.count;
   return items;
@@ -214,8 +215,8 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   memory = team.share(memory);
   Items items = *(const Items*)memory;
   const int64_t M = padded_count(items.rows * items.heads), partial_floats = PartialSoftmax::floats(M, Dp);
-  const bool split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
-  if (split) {
+  const bool is_split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
+  if (is_split) {
     chunks = items.max_chunks;
     team.barrier();  // all threads have read the items
     if (team.rank == 0) {  // the larger scratch memory may have another address, so the items are stored again
@@ -232,7 +233,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   over_pieces(team, items.count * chunks, [&](int64_t task) {
     Item item = find_item(a, items, task / chunks), next_item;
     int64_t first = item.begin / CHUNK, last = (item.end - 1) / CHUNK;
-    if (split) {
+    if (is_split) {
       int64_t chunk = first + task % chunks;
       if (chunk > last) return;
       pack_queries<P, TQ>(a, item, packed);
@@ -253,7 +254,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
     }
     store_results<P, TQ>(a, item, sums);
   });
-  if (!split) return;
+  if (!is_split) return;
   team.barrier();
   over_pieces(team, items.count, [&](int64_t number) {
     Item item = find_item(a, items, number);

@@ -25,8 +25,8 @@ template <class TC> struct CachedRows {
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
     const char* from = (const char*)(*this)[key];
-    // Prefetches into L2, which supports more outstanding misses than L1. This is twice as fast if no cache has the
-    // keys.
+    // Prefetches into L2, which supports more outstanding misses than L1. If no cache has the keys, this is twice as
+    // fast as a prefetch into L1.
     for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 };
@@ -60,9 +60,9 @@ struct PartialSoftmax {
       : out(memory), sum_exp(memory + M * Dp), max_score(memory + M * (Dp + W)) {}
   // Returns the partial softmax without the first `queries` queries, in the same memory.
   INLINE_MEMBER PartialSoftmax skip_queries(int64_t queries, int64_t Dp) const {
-    PartialSoftmax rest = *this;
-    rest.out += queries * Dp, rest.sum_exp += queries * W, rest.max_score += queries;
-    return rest;
+    PartialSoftmax remaining = *this;
+    remaining.out += queries * Dp, remaining.sum_exp += queries * W, remaining.max_score += queries;
+    return remaining;
   }
 };
 
@@ -94,9 +94,9 @@ template <class P> struct PackedOperands {
   // Returns the operands without the first `queries` queries. Only the pointers q, q_scales and factors advance: scores
   // and weights of the remaining queries overwrite those of the first.
   INLINE_MEMBER PackedOperands skip_queries(int64_t queries, int64_t D) const {
-    PackedOperands rest = *this;
-    rest.q += queries * padded_units<P>(D), rest.q_scales += queries, rest.factors += queries;
-    return rest;
+    PackedOperands remaining = *this;
+    remaining.q += queries * padded_units<P>(D), remaining.q_scales += queries, remaining.factors += queries;
+    return remaining;
   }
 };
 
@@ -196,13 +196,13 @@ INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores,
 // ---- values ----
 
 // Loads the values of TERMS consecutive keys from column `d` on, as two vectors of units. `row` points to the values of
-// the first key, row + stride to those of the second. `first` and `second` are whether the keys are visible. Values of
-// invisible keys become 0, because their memory may hold stale NaNs, and 0 * NaN is NaN.
+// the first key, row + stride to those of the second. `sees_first` and `sees_second` are whether the keys are
+// visible. Values of invisible keys become 0, because their memory may hold stale NaNs, and 0 * NaN is NaN.
 template <class TC>
-INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool first, bool, Floats) {
+INLINE void load_values(vf (&units)[2], const TC* row, int64_t, int64_t D, int64_t d, bool sees_first, bool, Floats) {
   for (int v = 0; v < 2; v++) {
     int64_t n = max<int64_t>(0, min<int64_t>(W, D - d - v * W));
-    units[v] = !first ? vf{} : n == W ? load(row + d + v * W) : n ? load(row + d + v * W, n) : vf{};
+    units[v] = !sees_first ? vf{} : n == W ? load(row + d + v * W) : n ? load(row + d + v * W, n) : vf{};
   }
 }
 #if PENSTOCK_DOT
@@ -210,22 +210,22 @@ INLINE void interleave(vu (&units)[2], __m512i first, __m512i second) {
   units[0] = (vu)_mm512_unpacklo_epi16(first, second);
   units[1] = (vu)_mm512_unpackhi_epi16(first, second);
 }
-INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t D, int64_t d, bool first, bool second,
-                        Pairs) {
+INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t D, int64_t d, bool sees_first,
+                        bool sees_second, Pairs) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
-  interleave(units, _mm512_maskz_loadu_epi16(first ? inside : 0, row + d),
-             _mm512_maskz_loadu_epi16(second ? inside : 0, row + stride + d));
+  interleave(units, _mm512_maskz_loadu_epi16(sees_first ? inside : 0, row + d),
+             _mm512_maskz_loadu_epi16(sees_second ? inside : 0, row + stride + d));
 }
-INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool first,
-                        bool second, Shorts) {
+INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool sees_first,
+                        bool sees_second, Shorts) {
   __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
-  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first ? inside : 0, row + d)),
-             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(second ? inside : 0, row + stride + d)));
+  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_first ? inside : 0, row + d)),
+             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_second ? inside : 0, row + stride + d)));
 }
 #endif
 
-// Returns 2 W sums in the order of the columns of the values. If TERMS is 2, the sums are in the order of `interleave`,
-// which works within 128-bit lanes.
+// Stores the 2 W sums `low` and `high` to `restored` in the order of the columns of the values. If TERMS is 2, `low`
+// and `high` are in the order of `interleave`, which works within 128-bit lanes.
 template <class P> INLINE void restore_order(vf low, vf high, vf (&restored)[2]) {
   restored[0] = low, restored[1] = high;
   if (P::TERMS == 1) return;
@@ -255,22 +255,22 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
     }
 }
 
-// Adds the weighted sum of the values begin:end of a tile to `out` for ROWS queries, in 2 W * CHUNKS columns from `d`
-// on. Reads the values from the cache without packing them. The pass over the first columns also prefetches the next
-// tile of keys, W keys at a time. Prefetching all keys at once would delay the values.
-template <class P, int ROWS, int CHUNKS, class TC>
+// Adds the weighted sum of the values begin:end of a tile to `out` for ROWS queries, in 2 W * COLUMN_GROUPS columns
+// from `d` on. Reads the values from the cache without packing them. The pass over the first columns also prefetches
+// the next tile of keys, W keys at a time. Prefetching all keys at once would delay the values.
+template <class P, int ROWS, int COLUMN_GROUPS, class TC>
 INLINE void add_values(const CachedRows<TC>& values, const NextTile<TC>& next_tile, int64_t tile, int64_t begin,
                        int64_t end, int64_t d, const PackedOperands<P>& packed, float* out, int64_t D) {
   const int64_t Dp = padded_width(D);
-  typename P::Sums sums[ROWS][2 * CHUNKS];
+  typename P::Sums sums[ROWS][2 * COLUMN_GROUPS];
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < 2 * CHUNKS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
+    for (int v = 0; v < 2 * COLUMN_GROUPS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
   for (int64_t i = begin / W * W; i < end; i += W) {
     if (d == 0) next_tile.prefetch(i);
     const TC* rows = values[tile + i];
     const int64_t first = max(begin, i), last = min<int64_t>(end, i + W);
     for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
-      for (int c = 0; c < CHUNKS; c++) {
+      for (int c = 0; c < COLUMN_GROUPS; c++) {
         typename P::Units units[2];
         load_values(units, rows + (j - i) * D, D, D, d + c * 2 * W, j >= first, j + 1 < last, P{});
         for (int m = 0; m < ROWS; m++)
@@ -280,7 +280,7 @@ INLINE void add_values(const CachedRows<TC>& values, const NextTile<TC>& next_ti
       }
   }
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < 2 * CHUNKS; v++)
+    for (int v = 0; v < 2 * COLUMN_GROUPS; v++)
       end_sum(sums[m][v], out + m * Dp + d + v * W, true, P::INTEGER ? packed.factors[m] : 0);
 }
 
@@ -347,7 +347,7 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of the polynomial for e^x
   const vf masked = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
-  const bool whole = SEES_ALL || (begin == 0 && end == COUNT * W);
+  const bool all_visible = SEES_ALL || (begin == 0 && end == COUNT * W);
   vf scores[COUNT], maxima = all(sums.max_score[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
@@ -357,7 +357,7 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
   }
   if (!SEES_ALL && bias)
     for (int i = 0; i < COUNT; i++) scores[i] += load(bias + i * W);
-  if (!whole)
+  if (!all_visible)
     for (int i = 0; i < COUNT; i++) {
       vi j = lane_index() + i * W;
       scores[i] = j >= (int32_t)begin ? scores[i] : masked;
@@ -365,11 +365,11 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
     }
   for (int i = 0; i < COUNT; i++) maxima = vmax(maxima, scores[i]);
   vf total = load(sums.sum_exp + m * W), top = all(sums.max_score[m]);
-  const float before = sums.max_score[m];
-  if (exceeds(maxima, before + max_excess(a))) {  // true for a NaN, too
+  const float old_max = sums.max_score[m];
+  if (exceeds(maxima, old_max + max_excess(a))) {  // true for a NaN, too
     top = largest_everywhere(maxima);
-    if (before != masked[0]) {
-      vf shrink = exp_below<5>(all(before) - top);
+    if (old_max != masked[0]) {
+      vf shrink = exp_below<5>(all(old_max) - top);
       total *= shrink;
       float* out = sums.out + m * Dp;
       for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
@@ -381,7 +381,7 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
     weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
     if (HAS_SCALES) {
       weighted[i] *= load(packed.value_scales + i * W);
-      if (!whole) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
+      if (!all_visible) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
     }
   }
   store_weights(packed.weights + m * (TILE / P::TERMS), exponentials, weighted, total, packed.factors[m], P{});
@@ -398,10 +398,11 @@ template <class P, bool HAS_SCALES, int COUNT>
 static void update_tile_softmax(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                                 int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
-  // The first query sees the fewest keys after it, and the last query the fewest keys before it.
-  const bool all_keys = item.end - tile >= COUNT * W && item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
-                        first_key(a, item.position + rows.end - 1) <= tile;
-  if (all_keys && a.cap == 0 && !a.bias) {
+  // If the first row sees the last of these keys, and the last row sees the first, all rows see all of these keys.
+  const bool all_visible = item.end - tile >= COUNT * W &&
+                           item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
+                           first_key(a, item.position + rows.end - 1) <= tile;
+  if (all_visible && a.cap == 0 && !a.bias) {
     const int64_t count = (rows.end - rows.begin) * item.heads;
     for (int64_t m = 0; m < count; m++)
       update_softmax<P, HAS_SCALES, COUNT, true>(a, packed, sums, m, Dp, 0, COUNT * W, nullptr);
@@ -413,8 +414,8 @@ static void update_tile_softmax(const Attention& a, const Item& item, PackedOper
     int64_t last = min(min<int64_t>(position + a.keys_ahead, item.end - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
       if (first <= last) {
-        const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
-        const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
+        const int64_t query_head = item.kv_head * (a.H / a.K) + item.first_head + head;
+        const float* bias = a.bias ? a.bias + query_head * a.bias_head - position : nullptr;
         update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
@@ -444,7 +445,7 @@ template <class P, int ROWS, class TC>
 static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                                  int64_t tile, const CachedRows<TC>& keys, const CachedRows<TC>& values, int64_t begin,
                                  int64_t end) {
-  constexpr int CHUNKS = ROWS < 8 && W == 16 ? 2 : 1;
+  constexpr int COLUMN_GROUPS = ROWS < 8 && W == 16 ? 2 : 1;
   for (int64_t i = begin / W * W; i < end; i += W) {
     values.prefetch(tile + i, item.end);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
@@ -452,8 +453,8 @@ static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOpe
   update_tile_softmax<P, TC>(a, item, packed, sums, tile, {0, item.rows});
   const auto next_tile = NextTile<TC>::after(a, item, tile);
   int64_t d = 0;
-  for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
-    add_values<P, ROWS, CHUNKS>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
+  for (; d + 2 * W * COLUMN_GROUPS <= padded_width(a.D); d += 2 * W * COLUMN_GROUPS)
+    add_values<P, ROWS, COLUMN_GROUPS>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
   for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, next_tile, tile, begin, end, d, packed, sums.out, a.D);
   next_tile.prefetch_all(round_up(end, W));
 }
@@ -483,7 +484,9 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
     const int64_t M = (rows.end - rows.begin) * item.heads;
     PackedOperands<P> part = packed.skip_queries(row * item.heads, D);
     PartialSoftmax part_sums = sums.skip_queries(row * item.heads, Dp);
-    const float* unused_factors = part.factors;  // the product does not add, so scores stay integers; see as_score
+    // This product overwrites the scores instead of adding to them, so it does not apply factors: scores of integer
+    // products stay integers, see as_score.
+    const float* unused_factors = part.factors;
     {
       [[maybe_unused]] const typename P::Mode mode{};
       product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,

@@ -1,8 +1,9 @@
-// Quantized blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs, and in some encodings
-// a minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is scale * (code - offset) - minimum. In
-// encodings with units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16
-// factor. These products are exact in float32. The code of a 4-bit float (E2M1) is an index into a table of the
-// integers 12 + 2 * number.
+// Quantized blocks of checkpoints: codes of 4, 5 or 6 bits with a scale per block of SIZE inputs (nf4 and fp4: per unit
+// of 64 inputs), and in some encodings a minimum per group of GROUP inputs (kernels/encodings/_blocks.py). A weight is
+// scale * (code - offset) - minimum. Some encodings also multiply by a float32 scale per output. In encodings with
+// units of 256 inputs (GGUF's K types), scales and minima are small integers, multiplied by a float16 factor. These
+// products are exact in float32. The code of a 4-bit float (E2M1) is an index into a table of the integers
+// 12 + 2 * number.
 //
 // Rows of x are quantized as for int4, with a scale for each block of SIZE inputs. The minimum is applied in float32:
 // scale * sum((code - offset) * x) - minimum * sum(x). An output is one chain of additions in the order of the blocks.
@@ -52,22 +53,22 @@ struct UnitScale {  // a float32 for all inputs of a unit, stored after the grou
 
 // The entries of the table of E2M1 codes: 12 + 2 * number.
 constexpr uint8_t E2M1_CODES[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-// Replaces each byte of `indices` (0 to 15) by the entry of a table of 16 bytes.
-INLINE vu look_up_bytes(const uint8_t* numbers, vu indices) {
+// Returns the entries of a table of 16 bytes for the bytes of `indices` (0 to 15).
+INLINE vu look_up_bytes(const uint8_t* entries, vu indices) {
 #if PENSTOCK_LANES == 16
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)entries));
   return (vu)_mm512_shuffle_epi8(table, (__m512i)indices);
 #elif PENSTOCK_LANES == 8
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)entries));
   return (vu)_mm256_shuffle_epi8(table, (__m256i)indices);
 #else
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   Bytes table;
-  __builtin_memcpy(&table, numbers, 16);
+  __builtin_memcpy(&table, entries, 16);
 #ifdef __clang__
-  Bytes found, at = (Bytes)indices;
-  for (int i = 0; i < 16; i++) found[i] = table[at[i]];
-  return (vu)found;
+  Bytes result, index_bytes = (Bytes)indices;
+  for (int i = 0; i < 16; i++) result[i] = table[index_bytes[i]];
+  return (vu)result;
 #else
   return (vu)__builtin_shuffle(table, (Bytes)indices);
 #endif
@@ -92,7 +93,8 @@ constexpr NumberTable NUMBER_TABLES[] = {
     {32640, {0, 170, 21760, 32640, 10880, 16320, 5440, 8160, 0, -170, -21760, -32640, -10880, -16320, -5440, -8160}},
 };
 
-// The table entries for the codes of four inputs per lane, in two vectors: low and high bytes, or pairs of inputs.
+// The table entries for the codes of four inputs per lane, in two vectors. With AVX-512 these are the low and the high
+// bytes, else the 16-bit numbers of two inputs each.
 struct Numbers {
   vu first, second;
 };
@@ -135,7 +137,7 @@ struct BlockKind {
   int64_t min_bytes;     // bytes of a minimum: 0 for none, 1 for an integer, 2 for a float16
   bool is_e2m1;
   bool has_row_scales;   // whether each output has a float32 scale
-  int table = -1;  // index of NUMBER_TABLES; -1: codes are not indices
+  int table = -1;  // index into NUMBER_TABLES; -1: codes are not indices
   int offset = 0;  // subtracted from codes in kinds with minima
 };
 
@@ -178,7 +180,7 @@ template <class Kind> struct Blocks {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const float* x_scales = block.x.scales;
@@ -199,14 +201,14 @@ template <class Kind> struct Blocks {
         const char* w = unit;
         for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ADVANCE) {
 #pragma GCC unroll 2
-          for (int scaled = 0; scaled < X_SCALES; scaled++, x += SIZE, x_scales++, starts++) {
+          for (int scale_index = 0; scale_index < X_SCALES; scale_index++, x += SIZE, x_scales++, starts++) {
             GroupSum<HAS_TABLE ? 16 : KIND.is_e2m1 ? 5 : KIND.bits> totals[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
               for (int v = 0; v < VECTORS; v++)
                 totals[r][v].start(KIND.min_bytes ? KIND.offset * starts[r * groups] : starts[r * groups]);
 #pragma GCC unroll 4
             for (int part = 0; part < STEPS; part++) {
-              const int step = scaled * STEPS + part;
+              const int step = scale_index * STEPS + part;
               if (FETCHED == STREAM && GROUPS > 1 && KIND.bits > 4) {  // hardware prefetchers would not load all lines
 #pragma GCC unroll 8
                 for (int64_t line = step; line < LINES; line += 4) __builtin_prefetch(ahead + line * LINE, 0, 2);
@@ -230,7 +232,7 @@ template <class Kind> struct Blocks {
             vf scales[VECTORS], minima[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
               const int64_t output = column + v * W;
-              scales[v] = Scale::read(w + SCALES + (scaled * PANEL + output) * Scale::BYTES);
+              scales[v] = Scale::read(w + SCALES + (scale_index * PANEL + output) * Scale::BYTES);
               if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + output);
               if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + output);
               if (HAS_UNIT_SCALES) scales[v] = factors[v];

@@ -19,7 +19,7 @@ template <int BITS> struct CodeGroups {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const char *w = block.w, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;

@@ -46,14 +46,14 @@ static void publish(Region* region, int64_t rank, int64_t message) {
 // time limit is exceeded. Exceeding the time limit aborts the collectives of all ranks.
 static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t rank, int64_t message) {
   RankControl& other = rank_control(region, rank);
-  auto is_there = [&]() __attribute__((always_inline)) {
+  auto has_published = [&]() __attribute__((always_inline)) {
     return __atomic_load_n(&other.published, __ATOMIC_ACQUIRE) >= message;
   };
-  if (is_there()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
+  if (has_published()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
   const int64_t begin = nanoseconds();
   do {
     for (int i = 0; i < 64; i++) {
-      if (is_there()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
+      if (has_published()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
       pause();
     }
   } while (nanoseconds() - begin < SPIN);
@@ -64,20 +64,22 @@ static __attribute__((noinline)) bool wait_for_message(Region* region, int64_t r
     }
 #if defined(__linux__)
     __atomic_fetch_add(&other.sleepers, 1, __ATOMIC_SEQ_CST);
-    const int64_t seen = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
+    const int64_t published = __atomic_load_n(&other.published, __ATOMIC_SEQ_CST);
     const timespec interval = {0, ABORT_CHECK_INTERVAL};
-    if (seen < message) syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)seen, &interval, nullptr, 0);
+    if (published < message)
+      syscall(SYS_futex, &other.published, FUTEX_WAIT, (int32_t)published, &interval, nullptr, 0);
     __atomic_fetch_sub(&other.sleepers, 1, __ATOMIC_RELAXED);
 #else
     sched_yield();
 #endif
-    if (is_there()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
+    if (has_published()) return !__atomic_load_n(&region->aborted, __ATOMIC_RELAXED);
   }
   return false;
 }
 
-// Publishes a message and waits for the same message of the other ranks. All threads of a team call it after they have
-// written their parts of the message. Returns false on all threads if `wait_for_message` fails.
+// Publishes a message and waits for the same message of the other ranks. All threads of a team call this function after
+// they have written their parts of the message. If `wait_for_message` fails, reports this with `fail` and returns false
+// on all threads.
 static bool exchange(Region* region, int64_t rank, int64_t message, const Team& team) {
   team.barrier();
   Region* failed = nullptr;

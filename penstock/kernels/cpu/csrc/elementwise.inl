@@ -302,7 +302,7 @@ static void run(const Multiply& a, const Team& team) {
 KERNEL(add, Add)
 KERNEL(multiply, Multiply)
 
-struct Change {  // applies a function to each element of x [n, F], rows strided; out [n, F]
+struct ApplyFunction {  // applies a function to each element of x [n, F], rows strided; out [n, F]
   // Functions: 0 to 4 the activations, 5 x * factor, 6 factor * tanh(x / factor), 7 x clamped to low..factor.
   int64_t type, function;
   const void* x;
@@ -311,7 +311,7 @@ struct Change {  // applies a function to each element of x [n, F], rows strided
   double factor, low;
 };
 
-template <class T, class Function> INLINE void change(const Change& a, const Team& team, Function function) {
+template <class T, class Function> INLINE void apply_function(const ApplyFunction& a, const Team& team, Function function) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T* x = (const T*)a.x + row * a.stride;
@@ -321,28 +321,28 @@ template <class T, class Function> INLINE void change(const Change& a, const Tea
   });
 }
 
-static int64_t work(const Change& a) { return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F; }
-static void run(const Change& a, const Team& team) {
+static int64_t work(const ApplyFunction& a) { return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F; }
+static void run(const ApplyFunction& a, const Team& team) {
   const float factor = (float)a.factor, low = (float)a.low;
   WITH_TYPE(a.type, T, {
-    with_activation<T>(a.function, [&](auto function) __attribute__((always_inline)) { change<T>(a, team, function); });
-    if (a.function == 5) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
+    with_activation<T>(a.function, [&](auto function) __attribute__((always_inline)) { apply_function<T>(a, team, function); });
+    if (a.function == 5) apply_function<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
     if (a.function == 6)
-      change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
+      apply_function<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
     if (a.function == 7)
-      change<T>(a, team, [=](vf x) __attribute__((always_inline)) {
+      apply_function<T>(a, team, [=](vf x) __attribute__((always_inline)) {
         return x > all(factor) ? all(factor) : x < all(low) ? all(low) : x;
       });
   });
 }
-KERNEL(change, Change)
+KERNEL(apply_function, ApplyFunction)
 
 struct Xielu {  // x [n, F], rows strided; out [n, F]
   int64_t type;
   const void* x;
   void* out;
   int64_t n, F, stride;
-  double positive, negative, slope, top;  // the fields of XIELU (kernels/activations.py); top is `eps`
+  double positive, negative, slope, top;  // fields of XIELU (kernels/activations.py); top: `eps`, the maximum in exp
 };
 
 template <class T> static void xielu(const Xielu& a, const Team& team) {

@@ -2,7 +2,7 @@
 // experts on other ranks.
 //
 // A pair consists of a row and one of its experts. Pairs are sorted by expert, so that the weights of an expert are
-// read once for all of its rows. They are processed in rounds, which limits the memory of the intermediate values. The
+// read once for all of its rows. Pairs are processed in rounds, which limits the memory of the intermediate values. The
 // products use the functions for single panels in linear.inl, quantized.inl and fp8.inl, and the activations the
 // kernels in elementwise.inl. The outputs of a row are added in the order of the expert numbers. The bits of a row
 // therefore do not depend on other rows.
@@ -172,7 +172,7 @@ template <class T>
 static void multiply_round(const Experts& a, const ExpertsMemory& memory, const Job* jobs, int64_t count,
                            const Team& team) {
   const int64_t first = jobs->begin, pairs = jobs[count - 1].begin + jobs[count - 1].rows - first;
-  const Team this_thread = {1, 0, team.state, team.record};
+  const Team this_thread = {1, 0, team.state, team.operation_index};
   const QuantizedRows x(memory.x, memory.max_pairs, a.E, groups_of(a.gate_up_encoding, a.E));
   const QuantizedRows inner(memory.quantized, memory.max_pairs, a.F, groups_of(a.down_encoding, a.F));
   auto find_order = [&](int64_t i, int64_t which) __attribute__((always_inline)) {

@@ -10,7 +10,7 @@
 constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_CODES = FP8_GROUP * PANEL;
 constexpr int64_t FP8_BLOCK = 4;  // groups per block if two tiles read a block: it stays in the core's cache
 
-// The scales of a panel. In most checkpoints, all groups of an output or all outputs of a group have the same scale.
+// The scales of a panel. In most checkpoints, all groups of each output or all outputs of each group share a scale.
 // The table then stores each scale once, and the kernel reads 3 % fewer bytes.
 struct Fp8Scales {
   const float* table;
@@ -126,7 +126,7 @@ INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, in
     __builtin_memset(to + inputs, 0, (FP8_GROUP - inputs) * 2);
   }
 }
-// Sets the inputs of a tile to a copy, widened to float32.
+// Sets the inputs of a tile to a copy, widened to float32 and padded with zeros.
 template <class P>
 INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, float* to) {
   tile.x = to, tile.x_stride = FP8_GROUP;
@@ -220,8 +220,8 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
   uint32_t* table = (uint32_t*)Fp8Scales::address(a.panels, a.N, a.K, panel);  // the bits of the scales
   __builtin_memset(begin, 0, fp8_panel_bytes(a.K));
   __builtin_memset((void*)table, 0, Fp8Scales::bytes(groups));
-  bool by_output = true;  // whether all groups of an output have the same scale
-  bool by_group = true;   // whether all outputs of a group have the same scale
+  bool by_output = true;  // whether all groups of each output have the same scale
+  bool by_group = true;   // whether all outputs of each group have the same scale
   for (int64_t g = 0; g < groups; g++) {
     const int64_t inputs = min(FP8_GROUP, a.K - g * FP8_GROUP);
     uint32_t* scales = table + g * PANEL;
@@ -243,8 +243,8 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
   if (strides[0] == PANEL) return;
   if (!by_output)
     for (int64_t g = 0; g < groups; g++) table[g] = table[g * PANEL];
-  const int64_t stored = by_output ? PANEL : groups;
-  __builtin_memset(table + stored, 0, (groups * PANEL - stored) * 4);
+  const int64_t num_scales = by_output ? PANEL : groups;
+  __builtin_memset(table + num_scales, 0, (groups * PANEL - num_scales) * 4);
 }
 
 static int64_t work(const PackCodes& a) { return a.N * a.K * ELEMENT; }

@@ -116,7 +116,7 @@ struct Fp8TablePairs : Fp8Pairs {
 };
 
 // Returns whether codes are widened by table look-ups, which need AVX-512 VBMI. With TABLES_IF_FAST, look-ups are used
-// unless one takes more than twice as long as a multiply-add. On Zen 5 it takes equally long.
+// unless a look-up takes more than twice as long as a multiply-add. On Zen 5 both take equally long.
 static bool uses_fp8_tables() {
   if (penstock_fp8_tables != TABLES_IF_FAST) return penstock_fp8_tables == TABLES_ALWAYS;
   enum { UNKNOWN, FAST, SLOW };
@@ -184,20 +184,20 @@ typedef Fp8Floats Fp8Steps;
 // Returns whether any code in these words has the exponent 0, that is, is subnormal or 0.
 template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
 #if PENSTOCK_LANES == 16
-  __mmask64 found = 0;
-  for (int i = 0; i < COUNT; i++) found |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
-  return found != 0;
+  __mmask64 is_small = 0;  // the bytes with the exponent 0
+  for (int i = 0; i < COUNT; i++) is_small |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));
+  return is_small != 0;
 #elif PENSTOCK_LANES == 8
   __m256i least = _mm256_set1_epi8(-1);  // minimum of the doubled magnitudes
   for (int i = 0; i < COUNT; i++)
     least = _mm256_min_epu8(least, _mm256_add_epi8((__m256i)words[i], (__m256i)words[i]));
   return _mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_min_epu8(least, _mm256_set1_epi8(15)), least)) != 0;
 #else
-  vu found = {};
+  vu is_small = {};  // the highest bit of a byte is set if the byte has the exponent 0
   for (int i = 0; i < COUNT; i++) {
     const vu exponents = words[i] & 0x78787878;
-    found |= (exponents - 0x01010101) & ~exponents;
+    is_small |= (exponents - 0x01010101) & ~exponents;
   }
-  return lanes_that_hold((vi)(found & 0x80808080) != 0) != 0;
+  return lanes_that_hold((vi)(is_small & 0x80808080) != 0) != 0;
 #endif
 }

@@ -6,9 +6,9 @@
 // Each output is one chain of additions in a fixed order of the inputs, for all tiles and blocks. The bits of a row
 // therefore do not depend on other rows.
 
-// x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` is set for encodings whose scales are
-// not in the panels. `order` [K] is the permutation of the inputs in the panels, for encodings that quantize rows of x
-// in groups; null for the original order.
+// x and y have strided rows. `bias` [N] has the type of x, or is null. `scales` [N] are the scales of whole outputs;
+// null if the encoding has none. `order` [K] is the permutation of the inputs in the panels, for encodings that
+// quantize rows of x in groups; null for the original order.
 struct Linear {
   // Encodings: 0 float32, 1 bfloat16 (x has the same type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
   // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16), 8 q4_k, 9 q5_k, 10 q6_k, 11 q4_1, 12 q5_1, 13 mxfp4,
@@ -45,6 +45,7 @@ constexpr int64_t FETCHED_BYTES = 256 << 10;  // maximum bytes of the next layer
 //   no prefetching.
 constexpr int STREAM = -1;
 constexpr int64_t STREAM_AHEAD = 4096;  // bytes
+// Prefetches every `parts`-th of the selected lines of a step, from line `part` on.
 template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64_t part, int64_t parts) {
   const int64_t count = FETCHED == STREAM ? 2 : FETCHED, apart = FETCHED == STREAM ? lines / 2 : 1;
 #pragma GCC unroll 8
@@ -147,7 +148,7 @@ template <class S> struct Block {
   int64_t x_stride, terms;  // terms: number of inputs in the block
   const char* ahead;        // data to prefetch; null: none
   float* sums;              // [rows, PANEL]: sums of the previous blocks, and the result for the next block
-  bool first, last;         // whether it is the first or last block of the panel
+  bool is_first, is_last;   // whether it is the first or last block of the panel
   const T* bias;
   T* y;
   int64_t y_stride, outputs;  // outputs: number of outputs of the layer from the panel's first one on
@@ -196,7 +197,7 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
   const int64_t x_stride = strip.stride(block.x_stride), length = strip.WHOLE ? block.terms : STRIP_STEPS * S::TERMS;
   for (int64_t from = 0; from == 0 || from < block.terms; from += length) {
     const int64_t terms = min(length, block.terms - from), steps = terms / S::TERMS;
-    const bool first = block.first && from == 0, last = block.last && from + terms == block.terms;
+    const bool is_first = block.is_first && from == 0, is_last = block.is_last && from + terms == block.terms;
     const auto* rows = strip.read(block.x + from, block.x_stride, terms);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       const auto* x = rows;
@@ -207,13 +208,13 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
       float* stored = block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = is_first ? vf{} : load(stored + r * PANEL + v * W);
       for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += advance) {
         fetch<FETCHED>(ahead, LINES, 0, 1);
         S::template add<S::TERMS>(sums, x, x_stride, w);
       }
       if (S::TERMS > 1 && terms % S::TERMS) S::template add<1>(sums, x, x_stride, w);
-      if (last) {
+      if (is_last) {
         finish_tile(block, sums, column);
         continue;
       }
@@ -278,9 +279,9 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     block.w = (const T*)(panel + from * STEP_BYTES);
     block.x_stride = a.x_stride;
     block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
-    block.first = number == 0;
-    block.last = number == blocks - 1;
-    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.last ? next : panel + to * STEP_BYTES;
+    block.is_first = number == 0;
+    block.is_last = number == blocks - 1;
+    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.is_last ? next : panel + to * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
     block.y = (T*)a.y + begin * a.y_stride + column;
@@ -312,15 +313,16 @@ struct Pieces {
   // thread probably gets next, or -1.
   template <class Body> INLINE_MEMBER void for_each_panel(const Team& team, int64_t piece, Body body) const {
     const bool is_run = piece < runs;
-    const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), begun = round * width;
-    const int64_t within = piece - runs - begun * panels, wide = min(width, chunks - begun);
-    const int64_t first = first_panel(piece, within / wide), count = is_run ? run : 1;
-    const int64_t chunk = is_run ? 0 : begun + within % wide;
+    const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), first_chunk = round * width;
+    const int64_t round_piece = piece - runs - first_chunk * panels, round_width = min(width, chunks - first_chunk);
+    const int64_t first = first_panel(piece, round_piece / round_width), count = is_run ? run : 1;
+    const int64_t chunk = is_run ? 0 : first_chunk + round_piece % round_width;
     for (int64_t panel = first; panel < first + count; panel++) {
       int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + count * (team.size - 1);
       body(panel, next < panels ? next : -1, rows * chunk / chunks, rows * (chunk + 1) / chunks);
     }
   }
+  // Returns the first panel of a piece. `single` is the index of the panel among the panels that are not in runs.
   INLINE_MEMBER int64_t first_panel(int64_t piece, int64_t single) const {
     return piece < runs ? piece * run : runs * run + single;
   }
@@ -333,8 +335,8 @@ INLINE int64_t chunks_of(int64_t rows, int64_t N, int64_t max_rows, const Team& 
   const int64_t panels = ceil_div(N, PANEL);
   int64_t chunks = max<int64_t>(1, ceil_div(rows, max_rows));
   for (; rows >= 2 * chunks * MIN_CHUNK_ROWS; chunks *= 2) {
-    const int64_t pieces = panels * chunks, computed = ceil_div(pieces, (int64_t)team.size) * team.size;
-    if (16 * computed <= 17 * pieces) break;
+    const int64_t pieces = panels * chunks, rounded_pieces = ceil_div(pieces, (int64_t)team.size) * team.size;
+    if (16 * rounded_pieces <= 17 * pieces) break;
   }
   return chunks;
 }

@@ -13,7 +13,7 @@ constexpr int64_t TILES_PER_THREAD = 4;        // from this many tiles per threa
 constexpr int64_t MIN_OUTPUTS = 64;            // minimum outputs of a thread, so that threads do not share cache lines
 
 // A slice of the outputs that has adapters.
-struct LoraPart {
+struct LoraSlice {
   const void *a, *b;
   const int64_t* ranks;  // [adapters]: the rank of each adapter, at most R; null: all adapters have rank R
   int64_t R, start, N;
@@ -27,9 +27,9 @@ struct Lora {
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  const int64_t* rows;  // [count]: index of each row's adapter; -1: none
-  const LoraPart* parts;
-  int64_t count, num_parts, adapters, n;
+  const int64_t* row_adapters;  // [count]: index of each row's adapter; -1: none
+  const LoraSlice* slices;
+  int64_t count, num_slices, adapters, n;
 };
 
 // The rows of an adapter: entries begin:end of AdaptedRows::order.
@@ -47,13 +47,13 @@ struct Segment {
 struct AdaptedRows {
   int64_t* order;
   Segment* segments;
-  int64_t count, tiles;
+  int64_t num_segments, num_tiles;
 
   static int64_t bytes(const Lora& a) { return a.count * 8 + a.adapters * (int64_t)sizeof(Segment); }
   AdaptedRows(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.count)) {
     for (int64_t s = 0; s < a.adapters; s++) segments[s] = {s, 0, 0};
     for (int64_t t = 0; t < a.count; t++)
-      if (a.rows[t] >= 0) segments[a.rows[t]].end++;
+      if (a.row_adapters[t] >= 0) segments[a.row_adapters[t]].end++;
     int64_t begin = 0;
     for (int64_t s = 0; s < a.adapters; s++) {
       const int64_t height = segments[s].end;
@@ -61,12 +61,12 @@ struct AdaptedRows {
       begin += height;
     }
     for (int64_t t = 0; t < a.count; t++)
-      if (a.rows[t] >= 0) order[segments[a.rows[t]].end++] = t;
-    count = tiles = 0;
+      if (a.row_adapters[t] >= 0) order[segments[a.row_adapters[t]].end++] = t;
+    num_segments = num_tiles = 0;
     for (int64_t s = 0; s < a.adapters; s++) {
       if (segments[s].begin == segments[s].end) continue;
-      segments[count] = segments[s];
-      tiles += segments[count++].tiles();
+      segments[num_segments] = segments[s];
+      num_tiles += segments[num_segments++].tiles();
     }
   }
 };
@@ -82,8 +82,8 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
       if (ROWS <= FETCHING_ROWS && i % (LINE / (int64_t)sizeof(T)) == 0) __builtin_prefetch(down + (RANKS + r) * n + i);
     }
     for (int t = 0; t < ROWS; t++) {
-      vf units = load(x[t] + i, lanes);
-      for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
+      vf inputs = load(x[t] + i, lanes);
+      for (int r = 0; r < RANKS; r++) sums[t][r] = fma(inputs, weights[r], sums[t][r]);
     }
   });
   for (int t = 0; t < ROWS; t++) store(h + t * h_stride, sum_each(sums[t]), PartialVector{RANKS});
@@ -117,14 +117,15 @@ template <class T, int ROWS> struct Tile {
   float* h;
   int64_t h_stride, rank, n, N;
 
-  INLINE_MEMBER Tile(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& tile, float* h,
+  INLINE_MEMBER Tile(const Lora& a, const LoraSlice& slice, const int64_t* order, const Segment& tile, float* h,
                      int64_t h_stride)
-      : down((const T*)part.a + tile.adapter * part.R * a.n), up((const T*)part.b + tile.adapter * part.R * part.N),
-        h(h), h_stride(h_stride), rank(part.adapter_rank(tile.adapter)), n(a.n), N(part.N) {
+      : down((const T*)slice.a + tile.adapter * slice.R * a.n),
+        up((const T*)slice.b + tile.adapter * slice.R * slice.N),
+        h(h), h_stride(h_stride), rank(slice.adapter_rank(tile.adapter)), n(a.n), N(slice.N) {
     for (int t = 0; t < ROWS; t++) {
       const int64_t row = order[tile.begin + t];
       x[t] = (const T*)a.x + row * a.x_stride;
-      y[t] = (T*)a.y + row * a.y_stride + part.start;
+      y[t] = (T*)a.y + row * a.y_stride + slice.start;
     }
   }
   INLINE_MEMBER void multiply_down(int64_t r, int64_t end) const {
@@ -146,92 +147,93 @@ struct ThreadRange {
 };
 
 template <class T, int ROWS>
-static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
+static void multiply_lora(const Lora& a, const LoraSlice& slice, const int64_t* order, const Segment& rows, float* h,
                           int64_t h_stride, const ThreadRange& range) {
-  const Tile<T, ROWS> tile(a, part, order, rows, h, h_stride);
+  const Tile<T, ROWS> tile(a, slice, order, rows, h, h_stride);
   tile.multiply_down(range.first_rank, min(range.last_rank, tile.rank));
   if (tile.rank) tile.multiply_up(range.first_output, range.last_output);
 }
 
 template <class T>
-static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
+static void multiply_lora(const Lora& a, const LoraSlice& slice, const int64_t* order, const Segment& rows, float* h,
                           int64_t h_stride, const ThreadRange& range) {
   switch (rows.end - rows.begin) {
-    case 1: multiply_lora<T, 1>(a, part, order, rows, h, h_stride, range); break;
-    case 2: multiply_lora<T, 2>(a, part, order, rows, h, h_stride, range); break;
-    case 3: multiply_lora<T, 3>(a, part, order, rows, h, h_stride, range); break;
-    case 4: multiply_lora<T, 4>(a, part, order, rows, h, h_stride, range); break;
+    case 1: multiply_lora<T, 1>(a, slice, order, rows, h, h_stride, range); break;
+    case 2: multiply_lora<T, 2>(a, slice, order, rows, h, h_stride, range); break;
+    case 3: multiply_lora<T, 3>(a, slice, order, rows, h, h_stride, range); break;
+    case 4: multiply_lora<T, 4>(a, slice, order, rows, h, h_stride, range); break;
 #if PENSTOCK_LANES == 16
-    case 5: multiply_lora<T, 5>(a, part, order, rows, h, h_stride, range); break;
-    case 6: multiply_lora<T, 6>(a, part, order, rows, h, h_stride, range); break;
+    case 5: multiply_lora<T, 5>(a, slice, order, rows, h, h_stride, range); break;
+    case 6: multiply_lora<T, 6>(a, slice, order, rows, h, h_stride, range); break;
 #endif
   }
 }
 
 // Computes the layer with one thread per tile. Used for many rows, and for a single thread.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
-  over_pieces(team, adapted.tiles, [&](int64_t number) {
+  over_pieces(team, adapted.num_tiles, [&](int64_t number) {
     const Segment* segment = adapted.segments;
     for (; number >= segment->tiles(); segment++) number -= segment->tiles();
     const Segment rows = segment->tile(number);
-    for (int64_t p = 0; p < a.num_parts; p++) {
-      const LoraPart& part = a.parts[p];
-      multiply_lora<T>(a, part, adapted.order, rows, h, part.R, {0, part.R, 0, part.N});
+    for (int64_t p = 0; p < a.num_slices; p++) {
+      const LoraSlice& slice = a.slices[p];
+      multiply_lora<T>(a, slice, adapted.order, rows, h, slice.R, {0, slice.R, 0, slice.N});
     }
   });
 }
 
 // Computes the layer with all threads on each adapter: each thread first multiplies some rows of A, then some columns
 // of B. Used for few rows.
-template <class T> static void multiply_shares(const Lora& a, const Team& team, const AdaptedRows& adapted) {
+template <class T> static void multiply_split(const Lora& a, const Team& team, const AdaptedRows& adapted) {
   int64_t width = 0;
-  for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;
-  const int64_t num_rows = adapted.segments[adapted.count - 1].end;
+  for (int64_t p = 0; p < a.num_slices; p++) width += a.slices[p].R;
+  const int64_t num_rows = adapted.segments[adapted.num_segments - 1].end;
   float* h = team.share(
       team.rank ? nullptr : (float*)penstock_scratch(SHARED, num_rows * width * (int64_t)sizeof(float)));
-  auto share = [&](bool up) __attribute__((always_inline)) {
-    over_pieces(team, adapted.count * a.num_parts * team.size, [&](int64_t piece) {
-      const int64_t number = piece % team.size, p = piece / team.size % a.num_parts;
-      const Segment& segment = adapted.segments[piece / team.size / a.num_parts];
-      const LoraPart& part = a.parts[p];
-      const int64_t whole = up ? part.N : part.adapter_rank(segment.adapter);
-      const int64_t step = round_up(ceil_div(whole, team.size), up ? MIN_OUTPUTS : RANKS);
-      const int64_t begin = min(number * step, whole), end = min(begin + step, whole);
+  // Multiplies by A, or by B if is_up.
+  auto multiply_side = [&](bool is_up) __attribute__((always_inline)) {
+    over_pieces(team, adapted.num_segments * a.num_slices * team.size, [&](int64_t piece) {
+      const int64_t number = piece % team.size, p = piece / team.size % a.num_slices;
+      const Segment& segment = adapted.segments[piece / team.size / a.num_slices];
+      const LoraSlice& slice = a.slices[p];
+      const int64_t total = is_up ? slice.N : slice.adapter_rank(segment.adapter);
+      const int64_t step = round_up(ceil_div(total, team.size), is_up ? MIN_OUTPUTS : RANKS);
+      const int64_t begin = min(number * step, total), end = min(begin + step, total);
       if (begin == end) return;
-      float* own = h + segment.begin * width;
-      for (int64_t before = 0; before < p; before++) own += a.parts[before].R;
+      float* slice_h = h + segment.begin * width;
+      for (int64_t before = 0; before < p; before++) slice_h += a.slices[before].R;
       for (int64_t i = 0; i < segment.tiles(); i++) {
         const Segment rows = segment.tile(i);
-        const ThreadRange range = up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
-        multiply_lora<T>(a, part, adapted.order, rows, own + (rows.begin - segment.begin) * width, width, range);
+        const ThreadRange range = is_up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
+        multiply_lora<T>(a, slice, adapted.order, rows, slice_h + (rows.begin - segment.begin) * width, width, range);
       }
     });
   };
-  share(false);
+  multiply_side(false);
   team.barrier();
-  share(true);
+  multiply_side(true);
 }
 
 template <class T> static void lora(const Lora& a, const Team& team) {
   int64_t max_rank = 0;
-  for (int64_t p = 0; p < a.num_parts; p++) max_rank = max(max_rank, a.parts[p].R);
+  for (int64_t p = 0; p < a.num_slices; p++) max_rank = max(max_rank, a.slices[p].R);
   const int64_t bytes = round_up(AdaptedRows::bytes(a), LINE);
   char* memory = (char*)penstock_scratch(PRIVATE, bytes + ADAPTED_ROWS * max_rank * sizeof(float));
   const AdaptedRows adapted(a, memory);
-  if (team.size == 1 || adapted.tiles >= TILES_PER_THREAD * team.size)
+  if (team.size == 1 || adapted.num_tiles >= TILES_PER_THREAD * team.size)
     multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
-  else if (adapted.count) multiply_shares<T>(a, team, adapted);
+  else if (adapted.num_segments) multiply_split<T>(a, team, adapted);
 }
 
 // Returns an upper bound of the work, which counts the largest rank for every row. The adapters of the rows are not
 // known yet, because an earlier operation of the step may set them.
 static int64_t work(const Lora& a) {
   int64_t total = 0;
-  for (int64_t p = 0; p < a.num_parts; p++) {
-    const LoraPart& part = a.parts[p];
-    int64_t max_rank = part.ranks ? 0 : part.R;
-    for (int64_t s = 0; part.ranks && s < a.adapters; s++) max_rank = max(max_rank, part.ranks[s]);
-    total += max_rank * (a.n + part.N);
+  for (int64_t p = 0; p < a.num_slices; p++) {
+    const LoraSlice& slice = a.slices[p];
+    int64_t max_rank = slice.ranks ? 0 : slice.R;
+    for (int64_t s = 0; slice.ranks && s < a.adapters; s++) max_rank = max(max_rank, slice.ranks[s]);
+    total += max_rank * (a.n + slice.N);
   }
   return a.count * total;
 }

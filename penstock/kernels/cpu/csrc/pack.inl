@@ -136,7 +136,7 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     largest = magnitude > top ? weight : largest;
     top = magnitude > top ? magnitude : top;
   }
-  vf best = all(-1), scale = all(__builtin_nanf(""));  // the scale stays NaN if no candidate is valid
+  vf best_fit = all(-1), scale = all(__builtin_nanf(""));  // the scale stays NaN if no candidate is valid
   for (int i = 0; i < NUM_DIVISORS; i++) {
     const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < MIN_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
@@ -148,11 +148,11 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
     }
     const vf in_weights = product / divisor;
     const vf fit = square == 0.0f ? vf{} : in_weights * in_weights / square;
-    const vf fitting = square == 0.0f ? vf{} : product / square * (largest / divisor);
-    scale = fit > best ? fitting : scale;
-    best = fit > best ? fit : best;
+    const vf candidate = square == 0.0f ? vf{} : product / square * (largest / divisor);
+    scale = fit > best_fit ? candidate : scale;
+    best_fit = fit > best_fit ? fit : best_fit;
   }
-  const vi is_valid = best >= 0.0f;
+  const vi is_valid = best_fit >= 0.0f;
   vu bits = is_valid ? narrow_half(clamped(scale, -LARGEST_HALF, LARGEST_HALF)) : 0x7e00 - vu{};
   bits = bits == 0x8000 ? vu{} : bits;  // replaces -0 by 0
   const vf inverse = invert_scale(widen_half(bits));

@@ -5,21 +5,21 @@ struct PlanOperation {
   const void* arguments;
 };
 
-// The use of the cores by other processes. The caller keeps this state between runs. If another process uses one of the
-// cores, all threads wait milliseconds at every barrier for the thread of that core. A single thread does not wait, so
-// plans then run on one thread for a period.
+// Whether other processes use the cores, as detected from waiting times. The caller keeps this state between runs. If
+// another process uses one of the cores, all threads wait milliseconds at every barrier for the thread of that core. A
+// single thread does not wait, so plans then run on one thread for a period.
 struct CoreContention {
   int64_t alone_until;  // ns, monotonic clock: plans run on one thread until this time
   int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without contention
 };
 
 constexpr int64_t MAX_LOOKAHEAD = 8;    // maximum number of operations in which `next_read` searches
-constexpr int64_t LONG_WAIT = 1000000;  // ns of waiting in a plan, after which thread 0 continues alone
+constexpr int64_t LONG_WAIT = 1000000;  // ns that thread 0 must have waited in a plan before it continues alone
 // Minimum and maximum length of a single-threaded period, in ns. The length doubles while the contention continues.
 constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;
 
 // Returns the memory that this thread reads first in the first of the next MAX_LOOKAHEAD operations that has a
-// `first_read`; an empty range if none has. The thread prefetches it while it waits at a barrier.
+// `first_read`; an empty range if none has. The thread prefetches this memory while it waits at a barrier.
 static PrefetchRange next_read(const PlanOperation* operations, int64_t from, int64_t count, const Team& team) {
   for (int64_t i = from; i < min(from + MAX_LOOKAHEAD, count); i++) {
     PrefetchRange ahead = operations[i].operation->first_read(operations[i].arguments, team);
@@ -36,29 +36,31 @@ static void run_operations(const PlanOperation* operations, int64_t count, Team 
   PrefetchRange ahead = team.size > 1 ? next_read(operations, 0, count, team) : PrefetchRange{};
   for (int64_t i = 0; i < count; i++) {
     const PlanOperation& current = operations[i];
-    team.record = i;
+    team.operation_index = i;
     if (team.size == 1 || current.operation->work(current.arguments) < MIN_PARALLEL_WORK_IN_PLAN) {
       if (team.rank == 0) current.operation->run(current.arguments, Team{1, 0, &state, i});
       needs_barrier = true;
       continue;
     }
-    // If thread 0 has waited for more than a third of the time, another process probably uses a core, because uneven
-    // work causes shorter waits. Thread 0 then runs the operations after this one alone.
+    // If thread 0 has waited for more than LONG_WAIT and a third of the time since the plan began, another process
+    // probably uses a core, because uneven work causes shorter waits. Thread 0 then runs the operations after this one
+    // alone.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
-      __atomic_store_n(&state.last_shared, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
+      __atomic_store_n(&state.last_parallel, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (needs_barrier) team.barrier(ahead);
     needs_barrier = false;
     current.operation->run(current.arguments, team);
     if (current.operation->first_read(current.arguments, team).next) ahead = next_read(operations, i + 1, count, team);
     team.barrier(ahead);
-    if (__atomic_load_n(&state.last_shared, __ATOMIC_RELAXED) == i) {
+    if (__atomic_load_n(&state.last_parallel, __ATOMIC_RELAXED) == i) {
       if (team.rank) return;
       team.size = 1;
     }
   }
 }
 
-// Calls body(team) on one thread during a single-threaded period, else on all threads. Updates the contention state.
+// Calls body(team) on one thread during a single-threaded period or if there is only one thread, else on all threads.
+// Updates the contention state after a call on all threads.
 template <class Body> INLINE void with_team(TeamState& state, CoreContention& contention, Body body) {
   if (omp_get_max_threads() == 1 || nanoseconds() < contention.alone_until) {
     body(Team{1, 0, &state, -1});
@@ -66,14 +68,14 @@ template <class Body> INLINE void with_team(TeamState& state, CoreContention& co
   }
 #pragma omp parallel
   body(Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
-  contention.pause = state.last_shared < 0 ? 0 : min(max(2 * contention.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
-  contention.alone_until = state.last_shared < 0 ? 0 : nanoseconds() + contention.pause;
+  contention.pause = state.last_parallel < 0 ? 0 : min(max(2 * contention.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
+  contention.alone_until = state.last_parallel < 0 ? 0 : nanoseconds() + contention.pause;
 }
 
 // Runs a plan. Returns -1, or the index of the first operation with a bad argument. All operations run in both cases.
 EXPORT(int64_t, run_plan)(const PlanOperation* operations, int64_t count, CoreContention& contention) {
   TeamState state = {};
-  state.failed = state.last_shared = -1;
+  state.failed = state.last_parallel = -1;
   with_team(state, contention, [&](const Team& team) { run_operations(operations, count, team); });
   return state.failed;
 }
@@ -86,13 +88,13 @@ struct StepInput {
 };
 
 // The arguments of a plan that runs num_steps times, once per forward step. Its last operation samples one token per
-// row into `tokens`. The first operation of the next step reads `tokens`.
+// row into `tokens`. The next step reads `tokens`.
 struct LoopArguments {
   const PlanOperation* operations;
   int64_t count;
   const StepInput* step_inputs;
   int64_t num_step_inputs, num_steps, rows;
-  int64_t* tokens;      // [rows]
+  int64_t* tokens;             // [rows]
   const int64_t* stop_tokens;  // [rows, num_stop_tokens]: tokens that end a row; padded with -1
   int64_t num_stop_tokens;
   int64_t* sampled_tokens;  // [num_steps, rows]
@@ -121,7 +123,7 @@ static bool store_tokens(const LoopArguments& a, int64_t step) {
 // first operation with a bad argument.
 EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
   TeamState state = {};
-  state.failed = state.last_shared = -1;
+  state.failed = state.last_parallel = -1;
   a.steps_run = 0;
   bool is_running = true;  // written by thread 0 between barriers
   with_team(state, contention, [&](Team team) {
@@ -135,7 +137,7 @@ EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
       }
       team.barrier();
       run_operations(a.operations, a.count, team);
-      if (state.last_shared >= 0) {  // thread 0 continues alone
+      if (state.last_parallel >= 0) {  // thread 0 continues alone
         if (team.rank) return;
         team.size = 1;
       }

@@ -46,9 +46,9 @@ struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so t
 // While an object of this type exists, all instructions of its thread read and write denormal numbers as 0. The dot
 // product instruction always does so.
 struct FlushedDenormals {
-  const unsigned before = _mm_getcsr();
-  INLINE_MEMBER FlushedDenormals() { set(before | 0x8040); }
-  INLINE_MEMBER ~FlushedDenormals() { set(before); }
+  const unsigned saved_mode = _mm_getcsr();
+  INLINE_MEMBER FlushedDenormals() { set(saved_mode | 0x8040); }
+  INLINE_MEMBER ~FlushedDenormals() { set(saved_mode); }
   INLINE_MEMBER static void set(unsigned mode) {
     __asm__ volatile("" ::: "memory");
     _mm_setcsr(mode);

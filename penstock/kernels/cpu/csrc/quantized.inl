@@ -8,7 +8,7 @@
 // bytes, which are multiplied separately, hold their excess.
 
 constexpr int64_t GROUP = 32;                  // inputs
-constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // int8 tiles store results directly if the layer's have fewer bytes
+constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // results of int8 layers below this size are stored from registers
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
 
 // ---- quantization of rows to 8 bits ----
@@ -70,8 +70,8 @@ INLINE int32_t sum(vi x) {
   return x[0];
 }
 
-// Returns the largest magnitude in each lane of vectors of n numbers, as the bits of a float. The bits have the same
-// order as the magnitudes.
+// Divides n numbers into vectors, and returns the largest magnitude of each lane of these vectors as the bits of a
+// float. The bits have the same order as the magnitudes.
 template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
@@ -87,9 +87,9 @@ INLINE float largest_magnitude(vu magnitudes) {
   return bits >= 0x7f800000 ? __builtin_inff() : top;
 }
 
-// Returns whether the largest magnitude `top` of n numbers is below 1e-30 or not finite. If so, sets the integers to 0,
-// and the scale to 0 (below 1e-30) or NaN.
-INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
+// If the largest magnitude `top` of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0
+// (below 1e-30) or NaN, and returns true. Otherwise returns false.
+INLINE bool store_if_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
   if (top >= 1e-30f && top < __builtin_inff()) return false;
   *scale = top < 1e-30f ? 0 : __builtin_nanf("");
   __builtin_memset(integers, 0, n);
@@ -110,7 +110,7 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
 // Quantizes n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   const float top = largest_magnitude(largest_of_lanes(x, n));
-  if (is_degenerate(top, n, integers, scale)) return 0;
+  if (store_if_degenerate(top, n, integers, scale)) return 0;
   *scale = top / 127;
   return store_integers(x, n, 127 / top, integers);
 }
@@ -155,14 +155,14 @@ template <class T> static float choose_target(const T* x, int64_t n, float top, 
   return target;
 }
 
-// Stores an integer beyond -127..127 as a byte at its position i, and extras that add up to the rest.
+// Stores an integer beyond -127..127 as a byte at its position i, and extras that add up to the excess.
 INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* extras) {
-  auto clamp_to_byte = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
+  auto clamp_to_byte = [](int32_t number) { return (int8_t)max(min(number, 127), -127); };
   integers[i] = clamp_to_byte(integer);
-  for (int32_t rest = integer - integers[i]; rest;) {
+  for (int32_t excess = integer - integers[i]; excess;) {
     Extras::Bytes& extra = extras->units[extras->count++];
     extra = {(int32_t)(i / 4), {}};
-    rest -= extra.bytes[i % 4] = clamp_to_byte(rest);
+    excess -= extra.bytes[i % 4] = clamp_to_byte(excess);
   }
 }
 
@@ -178,18 +178,18 @@ struct LargestNumbers {
   // CAPACITY - W such numbers, of which some may then be missing.
   template <class T> INLINE_MEMBER bool collect(const T* x, int64_t n, uint32_t least) {
     const __m512i bound = _mm512_set1_epi32((int)least);
-    int64_t found = 0;  // a local variable instead of `count`, so that it stays in a register
+    int64_t num_large = 0;  // a local variable instead of `count`, so that it stays in a register
     for_vectors(n, EACH_VECTOR {
       const vf number = load(x + i, lanes);
       const __mmask16 large = _mm512_cmpge_epu32_mask((__m512i)(as_bits(number) & 0x7fffffff), bound);
-      const int64_t position = min(found, CAPACITY - W);
+      const int64_t position = min(num_large, CAPACITY - W);
       store(numbers + position, (vf)_mm512_maskz_compress_ps(large, number));
       const __m512i number_positions = (__m512i)(lane_index() + (int32_t)i);
       store((uint32_t*)positions + position, (vu)_mm512_maskz_compress_epi32(large, number_positions));
-      found += __builtin_popcount(large);
+      num_large += __builtin_popcount(large);
     });
-    count = found;
-    return found <= CAPACITY - W;
+    count = num_large;
+    return num_large <= CAPACITY - W;
   }
 };
 #endif
@@ -209,13 +209,13 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 #endif
 
 // Like `quantize`, but scales the largest magnitude to the result of `choose_target`. A few outliers then reduce the
-// precision of the other numbers less.
+// precision of the other numbers less than with `quantize`.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const vu tops = largest_of_lanes(x, n);
   const float top = largest_magnitude(tops);
   extras->count = 0;
-  if (is_degenerate(top, n, integers, scale)) return 0;
+  if (store_if_degenerate(top, n, integers, scale)) return 0;
   const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
   // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `tops` has the
@@ -290,16 +290,16 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
   if (encoding == 2) {
     *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
   } else {
-    const int32_t offset = start_factor(encoding);
+    const int32_t factor = start_factor(encoding);
     const int64_t size = scaled_inputs(encoding), groups = groups_of(encoding, K);
     int64_t group = 0;
     if (size == GROUP)
       for (; (group + 1) * GROUP <= K; group++)
-        to.starts[group] = offset * quantize(inputs(group * GROUP, GROUP), GROUP, to.integers + group * GROUP,
+        to.starts[group] = factor * quantize(inputs(group * GROUP, GROUP), GROUP, to.integers + group * GROUP,
                                              to.scales + group);
     for (; group * size < K; group++) {
       const int64_t count = min(size, K - group * size);
-      to.starts[group] = offset * quantize(inputs(group * size, count), count, to.integers + group * size,
+      to.starts[group] = factor * quantize(inputs(group * size, count), count, to.integers + group * size,
                                            to.scales + group);
     }
     for (; group < groups; group++) to.starts[group] = 0, to.scales[group] = 0;
@@ -310,7 +310,8 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
 // ---- products of bytes ----
 // add_bytes adds four products of an unsigned byte of w and a signed byte of x to each lane of a sum.
 
-// The maximum rows of a tile and the vectors of outputs that it computes at once, for int8 weights and for groups.
+// The maximum number of rows of a tile and the number of vectors of outputs that a tile computes at once, for int8
+// weights and for groups.
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
 #if PENSTOCK_LANES == 16
@@ -332,10 +333,11 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 }
 #endif
 
-// The sum of products of a group with 4-bit or 5-bit weights. `halfway` is called after half of the products.
+// The sum of products of a group with weights of 4 to 6 bits. `halfway` is called after half of the products.
 template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
-  // A 16-bit sum can hold 16 products of up to 15 * 127, or 8 products of up to 31 * 127.
+  // A 16-bit sum can hold 16 products of up to 15 * 127, 8 products of up to 31 * 127, or 4 products of up to 63 * 127.
+  // With 6 bits, a group has 16 inputs, so half of a group adds 4 products to each sum.
   static constexpr bool HALVES = BITS > 4;
   vi pairs, half;
   INLINE_MEMBER void start(int32_t) { pairs = half = vi{}; }
@@ -395,7 +397,7 @@ struct ByteBlock {
   int64_t units;       // number of units in the block; a unit is 4 inputs with int8 weights, else one or more groups
   const char* ahead;   // data to prefetch; null: none
   uint32_t* sums;      // [rows, PANEL]: sums of the previous blocks; integers with int8 weights, else floats
-  bool first, last;    // whether this is the first or the last block of the panel
+  bool is_first, is_last;  // whether this is the first or the last block of the panel
   const char* panel;   // the panel of the block
   const Linear* layer; // not null: the last block stores the results of this layer directly, instead of `sums`
   int64_t row, column; // of the first result
@@ -436,7 +438,8 @@ struct Bytes {
       vi sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++)
-          sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(stored + r * PANEL + v * W);
+          sums[r][v] = block.is_first ? block.x.starts[r * block.x.groups] - vi{}
+                                      : (vi)load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
@@ -449,8 +452,8 @@ struct Bytes {
           for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], weights[v], bytes);
         }
       }
-      if (block.last) add_extras(block, column, sums);
-      if (block.last && block.layer) {
+      if (block.is_last) add_extras(block, column, sums);
+      if (block.is_last && block.layer) {
         WITH_TYPE(block.layer->type, T, store_results<T>(block, column, sums));
         continue;
       }
@@ -519,7 +522,7 @@ template <int BITS> struct Groups {
       float* stored = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;

@@ -1,9 +1,9 @@
-// Linear attention: the causal convolution, the gated delta rule, and output gates. A sequence of n rows whose length is
-// n begins with a state of zeros. Otherwise it continues from the state at its slot.
+// Linear attention: the causal convolution, the gated delta rule, and output gates. A sequence whose number of
+// rows is its length begins with a state of zeros. Other sequences continue from the state at their slot.
 
-constexpr int64_t MAX_KERNEL = 8;      // largest width of the convolution
+constexpr int64_t MAX_WIDTH = 8;       // largest width of the convolution
 constexpr int64_t MAX_KEY_DIM = 256;   // largest size of a key head
-constexpr int64_t NUM_SAVES = 2;       // saves [B, NUM_SAVES, 2]: save the state after this number of rows in this slot
+constexpr int64_t NUM_SAVES = 2;       // saves [B, NUM_SAVES, 2]: number of rows; slot that gets the state after them
 constexpr int64_t TILE_VECTORS = 4;    // vectors of columns of a state that one piece of work updates
 
 INLINE vf sigmoid(vf x) { return 1 / (1 + exp(-x)); }
@@ -22,26 +22,26 @@ struct ShortConvolution {
 
 // Computes all rows of one sequence for one vector of channels, which begins at `channel`.
 template <class T, class L> INLINE void convolve(const ShortConvolution& a, int64_t b, int64_t channel, L lanes) {
-  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, kept = a.K - 1;
-  T* state = (T*)a.inputs + a.slots[b] * kept * a.C + channel;
+  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, previous = a.K - 1;
+  T* state = (T*)a.inputs + a.slots[b] * previous * a.C + channel;
   const T* x = (const T*)a.x + first * a.stride + channel;
   T* out = (T*)a.out + first * a.C + channel;
   const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
-  vf window[MAX_KERNEL], weight[MAX_KERNEL];  // window: the last K - 1 inputs, oldest first, and the current input
-  for (int64_t j = 0; j < kept; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
+  vf window[MAX_WIDTH], weight[MAX_WIDTH];  // window: the last K - 1 inputs, oldest first, and the current input
+  for (int64_t j = 0; j < previous; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
   for (int64_t j = 0; j < a.K; j++) weight[j] = load(a.weight + j * a.C + channel, lanes);
   for (int64_t t = 0; t < count; t++) {
-    window[kept] = load(x + t * a.stride, lanes);
+    window[previous] = load(x + t * a.stride, lanes);
     vf total = window[0] * weight[0];
     for (int64_t j = 1; j < a.K; j++) total = fma(window[j], weight[j], total);
     store(out + t * a.C, total * sigmoid(total), lanes);
-    for (int64_t j = 0; j < kept; j++) window[j] = window[j + 1];
+    for (int64_t j = 0; j < previous; j++) window[j] = window[j + 1];
     for (int64_t i = 0; i < NUM_SAVES; i++)
       if (saves[2 * i] == t + 1)
-        for (int64_t j = 0; j < kept; j++)
-          store((T*)a.inputs + (saves[2 * i + 1] * kept + j) * a.C + channel, window[j], lanes);
+        for (int64_t j = 0; j < previous; j++)
+          store((T*)a.inputs + (saves[2 * i + 1] * previous + j) * a.C + channel, window[j], lanes);
   }
-  for (int64_t j = 0; j < kept; j++) store(state + j * a.C, window[j], lanes);
+  for (int64_t j = 0; j < previous; j++) store(state + j * a.C, window[j], lanes);
 }
 
 template <class T> static void short_convolution(const ShortConvolution& a, const Team& team) {
@@ -61,8 +61,8 @@ static int64_t work(const ShortConvolution& a) {
 static void run(const ShortConvolution& a, const Team& team) { WITH_TYPE(a.type, T, short_convolution<T>(a, team)); }
 KERNEL(short_convolution, ShortConvolution)
 
-// qkv [T, 2 K D + H F] and gates [T, 2 H], rows strided; decay [2, H]; states [N, H, D, F]; out [T, H, F]. K is the
-// number of key heads, H that of value heads.
+// qkv [T, 2 K D + H F] and gates [T, 2 H], rows strided; decay [2, H]: a factor and a bias per head; states
+// [N, H, D, F]; out [T, H, F]. K is the number of key heads, H that of value heads.
 struct GatedDeltaRule {
   int64_t type;
   const void *qkv, *gates;

@@ -10,13 +10,13 @@ struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
 
 constexpr float REMOVED = -__builtin_inff();  // rank of an expert or group that cannot be selected any more
 
-// Returns the smallest index that is not in the list. It is used if no rank is above REMOVED, for example because all
-// logits are NaN. Any distinct indices are valid in this case.
+// Returns the smallest index that is not in the list. This function is called if no rank is above REMOVED, for example
+// because all logits are NaN. Any distinct indices are valid in this case.
 INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
   for (int64_t number = 0;; number++) {
-    bool found = false;
-    for (int64_t i = 0; i < count; i++) found |= numbers[i] == number;
-    if (!found) return number;
+    bool is_listed = false;
+    for (int64_t i = 0; i < count; i++) is_listed |= numbers[i] == number;
+    if (!is_listed) return number;
   }
 }
 
@@ -88,10 +88,10 @@ static void mask_unselected_groups(const RouteScores& a, float* ranks, float* su
   }
   for (int64_t k = 0; k < a.top_groups; k++) take_largest(sums, a.groups, selected_groups, k);
   for (int64_t group = 0; group < a.groups; group++) {
-    bool is_kept = false;
-    for (int64_t k = 0; k < a.top_groups; k++) is_kept |= selected_groups[k] == group;
+    bool is_selected = false;
+    for (int64_t k = 0; k < a.top_groups; k++) is_selected |= selected_groups[k] == group;
     for (int64_t i = group * size; i < (group + 1) * size; i++)
-      if (!is_kept) ranks[i] = REMOVED;
+      if (!is_selected) ranks[i] = REMOVED;
   }
 }
 

@@ -116,14 +116,15 @@ static float top_p_bound(const Candidates& c, double top_p, double total, float 
   return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
 }
 
-// Keeps the candidates for which kept(i) is true, in their order. Candidates with a score below `bound` must not be
-// kept; W of them are skipped at once if possible.
-template <class Kept> INLINE void filter_candidates(Candidates& c, int32_t* ids, float bound, Kept kept) {
+// Keeps the candidates i for which should_keep(i) is true, in their order. should_keep must be false for scores below
+// `bound`, because W consecutive candidates whose scores are all below `bound` are skipped at once.
+template <class Predicate>
+INLINE void filter_candidates(Candidates& c, int32_t* ids, float bound, Predicate should_keep) {
   int64_t n = 0;
   for (int64_t begin = 0; begin < c.n; begin += W) {
     if (begin + W <= c.n && largest(load(c.scores + begin)) < bound) continue;
     for (int64_t i = begin; i < min<int64_t>(begin + W, c.n); i++) {
-      if (!kept(i)) continue;
+      if (!should_keep(i)) continue;
       ids[n] = c.ids ? c.ids[i] : (int32_t)i;
       if (c.weights) c.weights[n] = c.weights[i];
       c.scores[n++] = c.scores[i];
@@ -213,9 +214,9 @@ static int64_t find_score(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;
   for (; i + SPAN <= n; i += SPAN) {
-    vi found = {};
-    for (int64_t j = 0; j < SPAN; j += W) found |= load(scores + i + j) == score;
-    if (largest(as_float((vu)found & 0x3f800000)) > 0) break;
+    vi is_equal = {};
+    for (int64_t j = 0; j < SPAN; j += W) is_equal |= load(scores + i + j) == score;
+    if (largest(as_float((vu)is_equal & 0x3f800000)) > 0) break;
   }
   while (scores[i] != score) i++;
   return i;

@@ -13,7 +13,7 @@ struct TeamState {
   alignas(64) void* shared[2];     // indexed by generation & 1, because a slow thread may still read the previous value
   int64_t failed;                  // the first value reported with `fail`; -1: none
   int64_t waited;                  // ns that thread 0 waited at those barriers at which it slept
-  int64_t last_shared;             // index of the last operation of a plan that all threads run; -1: no such limit
+  int64_t last_parallel;           // index of the last operation of a plan that all threads run; -1: no such limit
 };
 
 INLINE int64_t nanoseconds() {
@@ -51,8 +51,8 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
       else pause();
     }
   } while (nanoseconds() - begin < SPIN);
-  // Another process probably uses one of the cores. While this thread sleeps, the last thread of the team can run on
-  // this core.
+  // Another process probably uses one of the cores. While this thread sleeps, a thread that has not arrived can run
+  // on this core.
 #if defined(__linux__)
   __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
@@ -68,7 +68,7 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
 struct Team {
   int64_t size, rank;
   TeamState* state;
-  int64_t record;  // index of the current operation in its plan; -1 outside a plan
+  int64_t operation_index;  // index of the current operation in its plan; -1 outside a plan
 
   // Returns when all threads of the team have called it.
   INLINE_MEMBER void barrier() const {
@@ -107,8 +107,8 @@ struct Team {
   // undefined.
   INLINE_MEMBER void fail(int64_t argument) const {
     int64_t none = -1;
-    __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? argument : record, false, __ATOMIC_RELAXED,
-                                __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(&state->failed, &none, operation_index < 0 ? argument : operation_index, false,
+                                __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
 };
 
@@ -143,15 +143,15 @@ template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body
 }
 
 // Operations with less work than this, in multiply-adds, run on a single thread, because starting the other threads
-// would take more time than it saves. In a plan the threads already run, so a parallel operation costs only one or two
-// barriers.
+// would take longer than the time that they save. In a plan the threads already run, so a parallel operation costs only
+// one or two barriers.
 constexpr int64_t MIN_PARALLEL_WORK_IN_PLAN = 1 << 16, MIN_PARALLEL_WORK = 4 * MIN_PARALLEL_WORK_IN_PLAN;
 constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an element, in multiply-adds
 
 // Runs a single operation. Returns -1, or the first value reported with `fail`.
 template <class Args> INLINE int64_t run_single(const Args& a) {
   TeamState state = {};
-  state.failed = state.last_shared = -1;
+  state.failed = state.last_parallel = -1;
   if (work(a) < MIN_PARALLEL_WORK) {
     run(a, Team{1, 0, &state, -1});
     return state.failed;
@@ -178,7 +178,7 @@ struct Operation {
 // and optionally
 //   PrefetchRange first_read(const Args&, const Team&)
 #define KERNEL(name, Args)                                                                          \
-  EXPORT(int64_t, name)(const Args& a) { return run_single(a); }                                     \
+  EXPORT(int64_t, name)(const Args& a) { return run_single(a); }                                    \
   extern "C" {                                                                                      \
   VISIBLE extern const Operation SYMBOL(name##_operation);                                          \
   const Operation SYMBOL(name##_operation) = {                                                      \

@@ -1,8 +1,8 @@
 // Vectors of W lanes and functions on them. W is 16, 8 or 4, depending on the instruction set.
 //
 // This file is included inside the namespace of one instruction set, and its functions have internal linkage. It does
-// not use the standard library. The linker keeps only one copy of each inline function of the library. This copy may be
-// compiled with AVX-512 flags and would crash on other CPUs.
+// not use the standard library: the linker keeps only one copy of each inline function of that library, and this copy
+// may be compiled with AVX-512 flags and would crash on other CPUs.
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -270,7 +270,7 @@ INLINE float sum(vf x) {
 
 // Adds each lane of a and of b to the lane DISTANCE away in the same vector, which halves the number of sums. Returns
 // the sums of a in the lanes whose index has the bit DISTANCE clear, and the sums of b in the other lanes.
-template <int DISTANCE> INLINE vf halves(vf a, vf b) {
+template <int DISTANCE> INLINE vf add_halves(vf a, vf b) {
   const vi lane = lane_index(), low = (lane & DISTANCE) != 0 ? lane + (W - DISTANCE) : lane;
   return shuffled(a, b, low) + shuffled(a, b, low + DISTANCE);
 }
@@ -278,13 +278,13 @@ template <int DISTANCE> INLINE vf halves(vf a, vf b) {
 // Returns sum(x[i]) in lane i for one, two or four vectors x[i]. The sums are bit-equal to those of sum().
 INLINE vf sum_each(vf (&x)[1]) { return all(sum(x[0])); }
 INLINE vf sum_each(vf (&x)[2]) {
-  vf y = halves<W / 2>(x[0], x[1]);
+  vf y = add_halves<W / 2>(x[0], x[1]);
 #pragma GCC unroll 4
   for (int distance = W / 4; distance; distance /= 2) y += swapped_lanes(y, distance);
   return shuffled(y, lane_index() * (W / 2) & (W - 1));
 }
 INLINE vf sum_each(vf (&x)[4]) {
-  vf y = halves<W / 4>(halves<W / 2>(x[0], x[2]), halves<W / 2>(x[1], x[3]));
+  vf y = add_halves<W / 4>(add_halves<W / 2>(x[0], x[2]), add_halves<W / 2>(x[1], x[3]));
 #pragma GCC unroll 4
   for (int distance = W / 8; distance; distance /= 2) y += swapped_lanes(y, distance);
   return shuffled(y, lane_index() * (W / 4) & (W - 1));

@@ -59,29 +59,29 @@ def _load_tile(
     heads = tl.program_id(1) * GROUP + indices % GROUP
     is_row = (indices < ROWS * GROUP) & (rows >= start) & (rows < stop)
     positions = tl.load(lengths + sequence) - (stop - rows)
-    last = positions + 1
+    key_end = positions + 1
     if HAS_SPANS:
-        last = tl.maximum(last, tl.load(spans + rows * 2 + 1, mask=is_row, other=0))
-    first = positions * 0
+        key_end = tl.maximum(key_end, tl.load(spans + rows * 2 + 1, mask=is_row, other=0))
+    key_begin = positions * 0
     if HAS_WINDOW:
-        first = first_key(positions, window, IS_CHUNKED)
+        key_begin = first_key(positions, window, IS_CHUNKED)
     wait_for_previous(PDL)
     dims = tl.arange(0, WIDTH)
     offsets = rows.to(tl.int64)[:, None] * q_row_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + offsets, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
     if TO_FLOAT32:
         queries = queries.to(tl.float32)
-    low = tl.min(tl.where(is_row, first, 1 << 30), 0)
-    high = tl.max(tl.where(is_row, last, 0), 0)
-    last = tl.where(is_row, last, 0)
-    return sequence, rows, heads, is_row, queries, first, last, low, high
+    low = tl.min(tl.where(is_row, key_begin, 1 << 30), 0)
+    high = tl.max(tl.where(is_row, key_end, 0), 0)
+    key_end = tl.where(is_row, key_end, 0)
+    return sequence, rows, heads, is_row, queries, key_begin, key_end, low, high
 
 
 @triton.jit
 def _attend_keys(
     queries,
-    first,
-    last,
+    key_begin,
+    key_end,
     low,
     high,
     begin,
@@ -108,7 +108,7 @@ def _attend_keys(
 ):
     """Return the partial softmax of the queries over the keys begin:end.
 
-    It consists of the largest score, the sum of exponentials, and the weighted sum of values of each query.
+    The result is the largest score, the sum of exponentials, and the weighted sum of values of each query.
     """
     max_score = tl.full([M], float("-inf"), tl.float32)
     sum_exp = tl.zeros([M], tl.float32)
@@ -131,7 +131,7 @@ def _attend_keys(
             scores = scores * tl.load(key_scales + scale_slots, mask=is_in_range, other=0.0)[None, :]
         if HAS_CAP:
             scores = soft_cap * tanh(scores / soft_cap)
-        is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < last[:, None])
+        is_seen = (positions[None, :] >= key_begin[:, None]) & (positions[None, :] < key_end[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -200,7 +200,7 @@ def attend(
 ):
     """Compute the attention of one tile. Grid: tiles, kv heads. With a SPLIT of 0 all keys are one split."""
     launch_next(PDL)
-    sequence, rows, heads, is_row, queries, first, last, low, high = _load_tile(
+    sequence, rows, heads, is_row, queries, key_begin, key_end, low, high = _load_tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, TO_FLOAT32, PDL,
     )  # fmt: skip
@@ -212,8 +212,8 @@ def attend(
     begin = low // KEYS * KEYS
     if SPLIT == 0:
         max_score, sum_exp, sums = _attend_keys(
-            queries, first, last, low, high, begin, high, keys, values, key_scales, value_scales, table,
-            block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
+            queries, key_begin, key_end, low, high, begin, high, keys, values, key_scales, value_scales,
+            table, block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
             M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
     else:
@@ -222,7 +222,7 @@ def attend(
         sums = tl.zeros([M, WIDTH], tl.float32)
         for split in range(low // SPLIT, (high + SPLIT - 1) // SPLIT):
             other_max, other_sum_exp, other_sums = _attend_keys(
-                queries, first, last, low, high,
+                queries, key_begin, key_end, low, high,
                 tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, high),
                 keys, values, key_scales, value_scales, table,
                 block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
@@ -290,7 +290,7 @@ def attend_split(
     Splits whose keys no row of the tile sees are not written.
     """
     launch_next(PDL)
-    sequence, rows, heads, is_row, queries, first, last, low, high = _load_tile(
+    sequence, rows, heads, is_row, queries, key_begin, key_end, low, high = _load_tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, TO_FLOAT32, PDL,
     )  # fmt: skip
@@ -302,7 +302,7 @@ def attend_split(
     end = tl.minimum(base + (split + 1) * size, high)
     if begin < end:
         max_score, sum_exp, sums = _attend_keys(
-            queries, first, last, low, high, begin, end,
+            queries, key_begin, key_end, low, high, begin, end,
             keys + tl.program_id(1) * head_stride, values + tl.program_id(1) * head_stride,
             key_scales + tl.program_id(1) * scale_head_stride,
             value_scales + tl.program_id(1) * scale_head_stride,

@@ -33,7 +33,7 @@ def _make_thresholds(low, high):
 
 @triton.jit
 def _narrow_range(thresholds, amounts, target_amount, low, high, amount_above):
-    """Narrow the range of a search for the smallest threshold above which tokens have less than a target.
+    """Narrow a search for the smallest threshold above which tokens have less than a target amount.
 
     Args:
         thresholds: ascending numbers between ``low`` and ``high``.
@@ -81,9 +81,9 @@ def _find_token(target, cumulative, weights, numbers):
     because sums of the same weights in another order can round to less than the target.
     """
     has_weight = weights > 0
-    found = tl.min(tl.where(has_weight & (cumulative > target), numbers, 2147483647), 0)
+    first = tl.min(tl.where(has_weight & (cumulative > target), numbers, 2147483647), 0)
     last = tl.max(tl.where(has_weight, numbers, -1), 0)
-    return tl.where(found == 2147483647, last, found)
+    return tl.where(first == 2147483647, last, first)
 
 
 @triton.jit

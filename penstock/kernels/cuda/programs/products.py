@@ -2,8 +2,8 @@
 
 A product multiplies all rows by one weight, or, with GROUPS, each group of rows by a separate weight. The
 rows are sorted by group: the rows of group g are at the positions ``starts[g]:starts[g + 1]`` of this order.
-With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row ``rows[p]`` of
-``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at the addresses
+With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row ``rows[p]``
+of ``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at the addresses
 ``weights[g]``.
 
 The inputs of a row are summed in tiles of fixed size and in fixed order, independent of the other rows.
@@ -24,9 +24,9 @@ def find_tile_rows(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.con
     if GROUPS:
         group, row = find_tile_group(starts, tl.program_id(0), num_groups, M)
         positions = row + tl.arange(0, M)
-        first = tl.load(starts + group)
-        last = tl.load(starts + group + 1)
-        return group, positions, (positions >= first) & (positions < last)
+        begin = tl.load(starts + group)
+        end = tl.load(starts + group + 1)
+        return group, positions, (positions >= begin) & (positions < end)
     else:
         positions = tl.program_id(0) * M + tl.arange(0, M)
         return tl.program_id(0) * 0, positions, positions < num_rows
@@ -90,17 +90,17 @@ def multiply_floats(
         sources = row_numbers if GATHERS else sources
         targets = row_numbers if SCATTERS else targets
     outputs = tl.program_id(1) * N + tl.arange(0, N)
-    last_output = out_features
-    last_input = in_features
+    num_outputs = out_features
+    num_inputs = in_features
     if LIMITS == "out":
-        last_output = tl.load(limits + group).to(tl.int32)
+        num_outputs = tl.load(limits + group).to(tl.int32)
     if LIMITS == "in":
-        last_input = tl.load(limits + group).to(tl.int32)
-    is_output = outputs < last_output
+        num_inputs = tl.load(limits + group).to(tl.int32)
+    is_output = outputs < num_outputs
     total = tl.zeros([M, N], tl.float32)
-    for start in range(0, last_input, INPUTS):
+    for start in range(0, num_inputs, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
-        is_input = inputs < last_input
+        is_input = inputs < num_inputs
         values = tl.load(
             x + sources[:, None] * x_row_stride + inputs[None, :],
             mask=is_row[:, None] & is_input[None, :],
@@ -180,7 +180,8 @@ def multiply_integer_row(
 ):
     """Compute N outputs of the product of one quantized row with integers. Grid: tiles of outputs.
 
-    ``x [2, in]`` has the bytes that `quantize_rows` writes. The result has the bits of `multiply_rows`.
+    ``x [2, in]`` has the bytes that `quantize_rows` writes. The result has the same bits as that
+    of `multiply_integer_rows`.
     """
     launch_next(PDL)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
@@ -213,7 +214,7 @@ def multiply_integer_row(
 
 
 @triton.jit
-def multiply_rows(
+def multiply_integer_rows(
     out,
     x,
     x_scales,

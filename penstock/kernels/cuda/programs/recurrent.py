@@ -1,4 +1,7 @@
-"""Programs of linear attention: convolution, gated delta rule, output gate."""
+"""Programs of linear attention: convolution, gated delta rule, output gate.
+
+The state of a convolution with KERNEL taps has the last HISTORY = KERNEL - 1 inputs of a sequence.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 
 @triton.jit
 def _load_input(
-    x, inputs, slot, first, index, is_new, stride, width, channels, is_channel, KEPT: tl.constexpr
+    x, inputs, slot, first, index, is_new, stride, width, channels, is_channel, HISTORY: tl.constexpr
 ):
     """Load the input at ``index`` of a sequence. A negative index reads the state, or 0 in a new sequence."""
     indices = index + tl.zeros_like(channels)
     is_row = is_channel & (indices >= 0)
-    is_old = is_channel & (indices < -is_new * KEPT)
+    is_old = is_channel & (indices < -is_new * HISTORY)
     row = tl.load(x + (first + indices) * stride + channels, mask=is_row, other=0.0)
-    old = tl.load(inputs + (slot * KEPT + KEPT + indices) * width + channels, mask=is_old, other=0.0)
+    old = tl.load(inputs + (slot * HISTORY + HISTORY + indices) * width + channels, mask=is_old, other=0.0)
     return row.to(tl.float32) + old.to(tl.float32)
 
 
@@ -31,8 +34,8 @@ def convolve(
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_channel = channels < width
-    numbers = tl.arange(0, SEQUENCES)
-    ends = tl.load(row_offsets + 1 + numbers, mask=numbers < num_sequences, other=2147483647)
+    sequences = tl.arange(0, SEQUENCES)
+    ends = tl.load(row_offsets + 1 + sequences, mask=sequences < num_sequences, other=2147483647)
     sequence = tl.sum((ends <= row).to(tl.int32), 0)
     first = tl.load(row_offsets + sequence).to(tl.int64)
     count = tl.load(row_offsets + sequence + 1).to(tl.int64) - first
@@ -52,18 +55,19 @@ def convolve(
 @triton.jit
 def keep_inputs(
     inputs, x, slots, saves, row_offsets, lengths, width, stride,
-    KEPT: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
+    HISTORY: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs of a sequence to its state.
+    """Write the last HISTORY inputs of a sequence to its state.
 
-    For each save, write also the last KEPT inputs up to the saved row to the state of the save. Grid:
+    For each save, write also the last HISTORY inputs up to the saved row to the state of the save. Grid:
     sequences, tiles of WIDTH channels.
     """
     launch_next_and_wait(PDL)
     sequence = tl.program_id(0)
     channels = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     taps = tl.arange(0, TAPS).to(tl.int64)[:, None]
-    is_element = (channels < width) & (taps < KEPT)
+    is_element = (channels < width) & (taps < HISTORY)
     first = tl.load(row_offsets + sequence).to(tl.int64)
     count = tl.load(row_offsets + sequence + 1).to(tl.int64) - first
     is_new = (tl.load(lengths + sequence) == count).to(tl.int32)
@@ -72,19 +76,29 @@ def keep_inputs(
         pair = saves + (sequence * NUM_SAVES + save) * 2
         num_rows = tl.load(pair)
         saved = _load_input(
-            x, inputs, slot, first, num_rows - KEPT + taps, is_new, stride, width, channels, is_element, KEPT
+            x,
+            inputs,
+            slot,
+            first,
+            num_rows - HISTORY + taps,
+            is_new,
+            stride,
+            width,
+            channels,
+            is_element,
+            HISTORY,
         )
-        targets = inputs + (tl.load(pair + 1) * KEPT + taps) * width + channels
+        targets = inputs + (tl.load(pair + 1) * HISTORY + taps) * width + channels
         tl.store(
             targets,
             saved.to(inputs.dtype.element_ty),
             mask=is_element & (taps * 0 + num_rows > 0) & (taps * 0 + num_rows <= count),
         )
     values = _load_input(
-        x, inputs, slot, first, count - KEPT + taps, is_new, stride, width, channels, is_element, KEPT
+        x, inputs, slot, first, count - HISTORY + taps, is_new, stride, width, channels, is_element, HISTORY
     )
     tl.debug_barrier()  # other threads must have read the old inputs
-    targets = inputs + (slot * KEPT + taps) * width + channels
+    targets = inputs + (slot * HISTORY + taps) * width + channels
     tl.store(targets, values.to(inputs.dtype.element_ty), mask=is_element)
 
 
@@ -94,7 +108,10 @@ def delta_rule(
     qkv_stride, gates_stride, scale, eps,
     KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute all rows of one head of one sequence. Grid: sequences, heads, tiles of VALUES columns."""
+    """Compute all rows of one head of one sequence, and update its state.
+
+    Grid: sequences, heads, tiles of VALUES columns.
+    """
     launch_next_and_wait(PDL)
     sequence, head = tl.program_id(0), tl.program_id(1)
     first, end = (
@@ -111,7 +128,7 @@ def delta_rule(
     s = tl.load(addresses, mask=is_element, other=0.0)
     s = tl.where(is_new, 0.0, s)
     key_head = head // (heads // key_heads)
-    rate, bias = tl.load(decay + head), tl.load(decay + heads + head)
+    decay_rate, bias = tl.load(decay + head), tl.load(decay + heads + head)
     for row in range(first, end):
         start = qkv + row * qkv_stride
         q = tl.load(start + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
@@ -121,11 +138,11 @@ def delta_rule(
         ).to(tl.float32)
         q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
         k = k * (1 / tl.sqrt(tl.sum(k * k, 0) + eps))
-        update = tl.load(gates + row * gates_stride + head).to(tl.float32)
+        update_logit = tl.load(gates + row * gates_stride + head).to(tl.float32)
         gate = tl.load(gates + row * gates_stride + heads + head).to(tl.float32) + bias
         softplus = tl.where(gate > 20, gate, tl.log(1 + tl.exp(tl.minimum(gate, 20.0))))
-        s = s * tl.exp(-rate * softplus)
-        change = (v - tl.sum(s * k[:, None], 0)) / (1 + tl.exp(-update))
+        s = s * tl.exp(-decay_rate * softplus)
+        change = (v - tl.sum(s * k[:, None], 0)) / (1 + tl.exp(-update_logit))
         s += k[:, None] * change[None, :]
         result = tl.sum(s * q[:, None], 0)
         tl.store(

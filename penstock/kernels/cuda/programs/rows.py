@@ -137,7 +137,7 @@ def rotate(
     half,
     dim,
     HALF: tl.constexpr,
-    REST: tl.constexpr,
+    UNROTATED: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -172,10 +172,10 @@ def rotate(
     dtype = q_out.dtype.element_ty
     tl.store(target + firsts, (first * angle_cos - second * angle_sin).to(dtype), mask=is_pair)
     tl.store(target + seconds, (second * angle_cos + first * angle_sin).to(dtype), mask=is_pair)
-    if REST > 0:
-        rest = 2 * half + tl.arange(0, REST)
-        is_rest = rest < dim
-        tl.store(target + rest, tl.load(source + rest, mask=is_rest, other=0.0), mask=is_rest)
+    if UNROTATED > 0:
+        dims = 2 * half + tl.arange(0, UNROTATED)
+        is_dim = dims < dim
+        tl.store(target + dims, tl.load(source + dims, mask=is_dim, other=0.0), mask=is_dim)
 
 
 @triton.jit

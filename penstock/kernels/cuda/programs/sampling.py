@@ -7,7 +7,8 @@ Three programs run one after the other. Each row is divided into chunks of token
 2. `select` computes from the histograms of all chunks a limit below which top_k or top_p keep no token. It
    lists the tokens of each chunk whose logits are not below this limit. For rows without top_k it also adds
    up the weights (`exp_weights`) of the tokens of each chunk.
-3. `draw` finds the kept tokens, among the listed tokens if their list is short enough. It draws one of them.
+3. `draw` finds the kept tokens and draws one of them. If the list of tokens is short enough, `draw` reads
+   only the listed tokens, else all tokens of the row.
 
 Tokens are ranked by descending logit, then by ascending id. The rules top_k and top_p keep the first tokens
 of this order. The result of a rule is therefore described by the smallest kept logit, and by the number of
@@ -161,10 +162,10 @@ def _distance_limit(
     The first rule is top_k, or top_p if the row has no top_k. The amount of tokens is their number for top_k,
     and the sum of their weights for top_p. The result is the smallest distance within which tokens have the
     amount that the rule keeps, or above `_MAX_DISTANCE` if no distance up to it is enough. The last bin of a
-    chunk has no lower end, so its tokens may be at any distance beyond its upper end. They count as too far.
-    With ``IS_NEAR`` they count as at the upper end, and the last kept token is at least at the returned
-    distance. Amounts are rounded to float32. To allow for this, FACTOR makes the distance of a top_p larger,
-    or smaller with ``IS_NEAR``.
+    chunk has no lower end, so its tokens may be at any distance beyond its upper end. These tokens count as
+    too far. With ``IS_NEAR`` they count as at the upper end, and the last kept token is at least at the
+    returned distance. Amounts are rounded to float32. To allow for this, FACTOR makes the distance of a top_p
+    larger, or smaller with ``IS_NEAR``.
 
     Without ``IS_NEAR``, the result is limited further for a top_p below 1. The tokens whose weight is at most
     ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p removes,

@@ -119,17 +119,17 @@ def merge_splits(
         low_sequence = tl.where(is_later, middle, low_sequence)
         high_sequence = tl.where(is_later, high_sequence, middle - 1)
     position = tl.load(lengths + low_sequence) - (tl.load(row_offsets + low_sequence + 1) - row)
-    last = position + 1
+    key_end = position + 1
     if HAS_SPANS:
-        last = tl.maximum(last, tl.load(spans + row * 2 + 1))
-    first = position * 0
+        key_end = tl.maximum(key_end, tl.load(spans + row * 2 + 1))
+    key_begin = position * 0
     if HAS_WINDOW:
-        first = first_key(position, window, IS_CHUNKED)
+        key_begin = first_key(position, window, IS_CHUNKED)
     base, size = split_range(
         low_sequence, row_offsets, lengths, window, SPLITS, KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
-    begin = (first - base) // size
-    end = (last - base + size - 1) // size
+    begin = (key_begin - base) // size
+    end = (key_end - base + size - 1) // size
     wait_for_previous(PDL)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = heads < num_heads
