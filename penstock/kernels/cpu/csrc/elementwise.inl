@@ -311,7 +311,8 @@ struct ApplyFunction {  // applies a function to each element of x [n, F], rows 
   double factor, low;
 };
 
-template <class T, class Function> INLINE void apply_function(const ApplyFunction& a, const Team& team, Function function) {
+template <class T, class Function>
+INLINE void apply_function(const ApplyFunction& a, const Team& team, Function function) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T* x = (const T*)a.x + row * a.stride;
@@ -321,11 +322,15 @@ template <class T, class Function> INLINE void apply_function(const ApplyFunctio
   });
 }
 
-static int64_t work(const ApplyFunction& a) { return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F; }
+static int64_t work(const ApplyFunction& a) {
+  return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F;
+}
 static void run(const ApplyFunction& a, const Team& team) {
   const float factor = (float)a.factor, low = (float)a.low;
   WITH_TYPE(a.type, T, {
-    with_activation<T>(a.function, [&](auto function) __attribute__((always_inline)) { apply_function<T>(a, team, function); });
+    with_activation<T>(a.function, [&](auto activation) __attribute__((always_inline)) {
+      apply_function<T>(a, team, activation);
+    });
     if (a.function == 5) apply_function<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
     if (a.function == 6)
       apply_function<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
