@@ -27,6 +27,9 @@ from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.tensor_source import LazyLayers, LoadPacked, TensorSource
 
+_TABLE_CHUNK_ROWS = 8192
+"""Number of rows of a quantized table that are dequantized at once."""
+
 
 class Loader:
     """Reads layers by their checkpoint names and packs each layer once, on one device.
@@ -223,9 +226,17 @@ class Loader:
         weight = f"{name}.weight"
         if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
             weight = f"{tied_head}.weight"
-        part = self.shard.vocabulary(vocab_size)
-        rows = self.source.tensor(weight, (vocab_size, hidden))[part.start : part.stop]
-        return rows.to(self.device, self.dtype)
+        part, shape = self.shard.vocabulary(vocab_size), (vocab_size, hidden)
+        if self.source.stored_encoding(weight) is None or part.size <= _TABLE_CHUNK_ROWS:
+            return self.source.tensor(weight, shape)[part.start : part.stop].to(self.device, self.dtype)
+        # The whole table in float32 could need much more memory than the result.
+        rows = torch.empty(part.size, hidden, dtype=self.dtype, device=self.device)
+        for start in range(part.start, part.stop, _TABLE_CHUNK_ROWS):
+            stop = min(start + _TABLE_CHUNK_ROWS, part.stop)
+            encoding, tensors = self.source.rows(weight, shape, start, stop)
+            chunk = tensors["weight"] if encoding is None else encoding_named(encoding).unpack(tensors)
+            rows[start - part.start : stop - part.start] = chunk
+        return rows
 
     def head(
         self, name: str, vocab_size: int, hidden: int, *, tied_to: Tensor | None = None, bias: bool = False

@@ -194,6 +194,12 @@ class JsonLinesWriter:
         self._file.close()
 
 
+def _file_number(file: Path) -> int:
+    """Return the number in the name of a file of `ParquetWriter`; -1 for other names."""
+    number = file.stem.removeprefix("part-")
+    return int(number) if number.isdecimal() else -1
+
+
 class ParquetWriter:
     """Writes results to a folder of parquet files. A file gets its final name when it is complete.
 
@@ -207,7 +213,9 @@ class ParquetWriter:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._rows: list[dict[str, object]] = []
-        self._file_number = len(list(path.glob(f"part-*{PARQUET_SUFFIX}")))
+        # The number after the largest existing number: users can have deleted earlier files.
+        numbers = [_file_number(file) for file in path.glob(f"part-*{PARQUET_SUFFIX}")]
+        self._file_number = max(numbers, default=-1) + 1
 
     def add(self, line: bytes) -> None:
         """Buffer a result. Write a file when `_ROWS_PER_FILE` results are buffered."""

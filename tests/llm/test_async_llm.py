@@ -141,10 +141,12 @@ async def test_embeddings_equal_those_of_llm_and_generation_is_refused(tmp_path:
     texts = ["a cat", "a dog", "the weather"]
     with LLM(path) as llm:
         expected = llm.embed(texts, use_tqdm=False)
+        [raw_vector] = llm.embed(["a dog"], normalize=False, use_tqdm=False)
     async with open_async_llm(model_path=str(path)) as llm:
         np.testing.assert_allclose(await llm.embed(texts), expected, atol=1e-5)
+        assert abs(np.linalg.norm(raw_vector) - 1) > 0.1
         np.testing.assert_allclose(
-            await llm.embed("a dog", normalize=False, truncate=True), expected[1], atol=2
+            await llm.embed("a dog", normalize=False, truncate=True), raw_vector, atol=1e-5
         )
         assert (await llm.embed([])).shape == (0, expected.shape[1])
         with pytest.raises(TaskMismatchError):

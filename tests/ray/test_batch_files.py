@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import InputError
 from penstock.ray.batch import remove_output
 from penstock.ray.batch_files import (
+    ParquetWriter,
     finished_request_ids,
     make_writer,
     parquet_files,
@@ -71,6 +72,13 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
     assert finished_request_ids(output) == {"a", "b", "c"}
     remove_output(output)
     assert not output.exists()
+
+
+def test_parquet_files_are_numbered_after_the_largest_number(tmp_path: Path) -> None:
+    """The first file was deleted. The numbers of the others are not used again."""
+    for name in ("part-000001.parquet", "part-000003.parquet", "part-x.parquet"):
+        (tmp_path / name).touch()
+    assert ParquetWriter(tmp_path)._file_number == 4
 
 
 def test_parquet_files_hold_requests_and_results_and_invalid_files_are_refused(tmp_path: Path) -> None:

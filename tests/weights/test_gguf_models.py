@@ -31,6 +31,7 @@ from penstock import LLM, SamplingParams
 from penstock.config import HuggingFaceConfig, PipelineConfig
 from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.kernels import ENCODINGS, unpack_linear
+from penstock.nn import loader
 from penstock.weights import Weights
 
 pytestmark = pytest.mark.models
@@ -193,6 +194,28 @@ def test_quantized_blocks_are_dequantized_exactly(
         compute_logits(tmp_path / "m.gguf", quantization_encoding=None)
     assert ("quantized weights are dequantized to" in caplog.text) == (block_type_name not in BLOCK_ENCODINGS)
     assert torch.isfinite(exact_logits).all()
+
+
+@pytest.mark.parametrize("block_type", ["Q8_0", "Q5_0", "F16"])
+def test_a_large_table_is_dequantized_in_chunks(
+    block_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks have 48 of the 130 rows of the table."""
+    checkpoint = write_family_checkpoint("qwen2", tmp_path, hidden_size=256, num_hidden_layers=1)
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[block_type])
+    expected = open_pipeline(file).model.network.embedding.table
+    assert torch.equal(expected, Weights.open(file).tensor("model.embed_tokens.weight", (130, 256)))
+    monkeypatch.setattr(loader, "_TABLE_CHUNK_ROWS", 48)
+    read_rows: list[tuple[int, int]] = []
+    original_rows = Weights.rows
+
+    def recorded_rows(self: Weights, name: str, shape: tuple[int, int], start: int, stop: int) -> Any:
+        read_rows.append((start, stop))
+        return original_rows(self, name, shape, start, stop)
+
+    monkeypatch.setattr(Weights, "rows", recorded_rows)
+    assert torch.equal(open_pipeline(file).model.network.embedding.table, expected)
+    assert read_rows == ([] if block_type == "F16" else [(0, 48), (48, 96), (96, 130)])
 
 
 def test_q4_0_is_kept_unchanged(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from penstock.kernels.cpu.linear import ACTIVATION_CODES, DTYPE_CODES
 from penstock.kernels.experts import ClampedSwiGLU
 
 _SCALE, _SOFT_CAP, _CLAMP = 5, 6, 7
-"""Function codes of the kernel ``apply_function`` (csrc/elementwise.inl) for functions besides activations."""
+"""Function codes of the kernel ``apply_function`` for functions besides activations."""
 
 
 class CpuElementwise(CpuAttention):

@@ -80,6 +80,12 @@ def requested_tool_use(body: ChatBody, raw: Mapping[str, object]) -> ToolUse:
             for index, name in enumerate(allowed_names):
                 _check_name(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
             allowed_tools = [tool for tool in tools if tool["function"]["name"] in allowed_names]
+            if choice.allowed_tools.mode == "required" and not allowed_tools:
+                raise RequestProblem(
+                    400,
+                    "tool_choice.allowed_tools has the mode 'required', but no tools",
+                    param="tool_choice",
+                )
             return ToolUse(
                 allowed_tools,
                 choice.allowed_tools.mode if allowed_tools else "none",

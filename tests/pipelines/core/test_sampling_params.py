@@ -136,7 +136,8 @@ def test_the_error_for_an_unknown_name_suggests_a_known_one(name: str, hint: str
     with pytest.raises(UnknownParameterError) as exc_info:
         SamplingParams(**unknown_fields)
     assert str(exc_info.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
-    assert isinstance(exc_info.value, TypeError | InputError)
+    assert isinstance(exc_info.value, TypeError)
+    assert isinstance(exc_info.value, InputError)
     assert exc_info.value.parameter == name
 
 

@@ -308,6 +308,19 @@ async def test_only_tools_that_the_model_may_call_are_rendered_into_the_prompt()
             assert ("description" in prompt) == ("get_weather" in names)
 
 
+async def test_a_required_choice_among_no_tools_is_refused() -> None:
+    async with run_in_process() as server:
+        for tool_choice, tools in (
+            ("required", []),
+            ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, [WEATHER]),
+        ):
+            error = await server.expect_refusal(
+                "/v1/chat/completions", messages=[user_message("Hi")], tools=tools, tool_choice=tool_choice
+            )
+            assert error["param"] == "tool_choice"
+            assert "no tools" in error["message"]
+
+
 async def test_tools_that_the_template_omits_are_refused() -> None:
     async with run_in_process(template=FakeTokenizer.TEMPLATE) as server:
         error = await server.expect_refusal(
