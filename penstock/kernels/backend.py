@@ -141,6 +141,8 @@ class BackendRegistry:
         usable = [backend for backend in self.backends if device_type in backend.default_sizes]
         named = [backend for backend in usable if name in (None, backend.name)]
         if not named:
+            if not usable:
+                raise ConfigError("kernels", f"there are no kernels for {device_type} devices")
             names = ", ".join(backend.name for backend in usable)
             raise ConfigError("kernels", f"no kernels {name!r} for {device_type} devices: use one of {names}")
         return tuple(named)
@@ -163,6 +165,8 @@ class BackendRegistry:
             ops = backend.load()
             if ops is not None:
                 return backend, ops
+        if name is None:
+            raise ConfigError("kernels", f"no kernels for {device_type} devices can run on this machine")
         raise ConfigError("kernels", f"the {name} kernels cannot run on this machine: remove this setting")
 
     @cached_property

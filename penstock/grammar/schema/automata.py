@@ -288,7 +288,7 @@ class _Product:
             is_safe = max_count is None or count < 0
         if count < 0 or (is_safe and count >= min_count):
             return position_sets, -1
-        return position_sets, min(count, min_count) if is_safe else count
+        return position_sets, count
 
 
 def _merged_rows(

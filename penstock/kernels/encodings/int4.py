@@ -26,7 +26,7 @@ class Int4Encoding(GroupedEncoding):
         """Return int8 for the value projection and the head, else int8, int5 or int4 by the layer's size.
 
         Errors of the value projection reach the residual stream undamped. With grouped-query attention the
-        value projections have one percent of the weights, and int8 for them removes a third of the quality
+        value projections have a few percent of the weights, and int8 for them removes a third of the quality
         loss of 4 bits in a trained model. Of all layers, the output head affects quality most. An expert uses
         int5 only if its numbers of inputs and of outputs are both small, because many narrow experts make a
         large model.

@@ -26,7 +26,7 @@ from penstock.serve.http.transport import ClosingTransport
 MAX_HEAD_SIZE = 64 * 1024
 """Maximum size of a request's first line and headers in bytes."""
 
-_REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large", 501: "Not Implemented"}
+_REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large"}
 
 
 class Cycle(Protocol):

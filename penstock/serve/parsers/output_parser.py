@@ -14,7 +14,7 @@ from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArg
 from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.reasoning import ReasoningFormat
 from penstock.serve.parsers.stream import IncrementalText, MarkerSearch, NotAToolCallError, Reader, advance
-from penstock.serve.parsers.tools import Schema, Tools
+from penstock.serve.parsers.tools import Tools
 
 
 class OutputParser(Protocol):
@@ -165,10 +165,6 @@ class ReasoningToolParser:
     def schema_types(self, name: str, argument: str) -> frozenset[str] | None:
         """Return the JSON types that an argument of a tool may have; None if they are not restricted."""
         return self._tools.argument_types(name, argument)
-
-    def properties(self, name: str) -> dict[str, Schema | bool]:
-        """Return argument name -> schema, for the arguments of a tool."""
-        return self._tools.properties(name)
 
     def mark_unknown_tool(self) -> None:
         """Mark the current call as a call of an unknown tool. The whole text of the call becomes content."""
