@@ -207,7 +207,7 @@ class Tuning:
             self._options.minutes,
             seed=3,
             peak_learning_rate=self._options.learning_rate,
-            repeated_rows=repeated_rows,
+            further_rows=repeated_rows,
         )
         print(f"model: loss of held-out texts {loss:.4f}", flush=True)
         torch.save(model.state_dict(), self._work / "model.pt")

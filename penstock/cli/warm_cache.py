@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 @click.command("warm-cache", cls=GroupedCommand)
-@click.option("--checksums", is_flag=True, help="Read each file of a hub model and compare its checksum.")
+@click.option(
+    "--checksums",
+    is_flag=True,
+    help="Read the large files of a hub model, such as weights, and compare their checksums.",
+)
 @click.option(
     "--pack",
     is_flag=True,
@@ -25,11 +29,12 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
 def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **flags: object) -> None:
-    """Download and check a model in advance, with its draft model and adapters.
+    """Download and check a model in advance, with its draft model.
 
     Checks that the architecture is known and supports the encoding, that the files are complete and contain
-    exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights. The
-    file that --pack writes is used until the checkpoint changes.
+    exactly the expected tensors and shapes, and that the tokenizer loads. Of LoRA adapters, only
+    adapter_config.json is checked. Only --pack loads the weights. The file that --pack writes is used until
+    the checkpoint changes.
     """
     config = config_from_flags(flags)
     if print_config:

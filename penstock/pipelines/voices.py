@@ -21,7 +21,7 @@ MAX_SECONDS = 60.0
 """Maximum duration of a recording of a voice, in seconds."""
 
 
-def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
+def load_voices(settings: Iterable[str], codec: AudioCodec, codec_folder: Path) -> dict[str, VoicePrompt]:
     """Return the voices of the settings ``NAME=FILE`` and ``NAME=CODES``.
 
     CODES are numbers separated by commas. A file is a recording or a JSON file with ``codes`` and an optional
@@ -31,7 +31,7 @@ def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dic
     Args:
         settings: the values of ``--voice``.
         codec: encodes the recordings, and checks given codes.
-        folder: the checkpoint of the codec; changed files invalidate the cache.
+        codec_folder: the checkpoint of the codec; changed files invalidate the cache.
 
     Raises:
         ConfigError: a voice cannot be read, its codes are invalid or its recording is empty or too long, or a
@@ -43,13 +43,13 @@ def load_voices(settings: Iterable[str], codec: AudioCodec, folder: Path) -> dic
         if name in voices:
             raise ConfigError("voice", f"{name!r} is given twice: use one name for each voice")
         try:
-            voices[name] = _load_voice(name, source, codec, folder)
+            voices[name] = _load_voice(name, source, codec, codec_folder)
         except (PenstockError, OSError, ValueError) as error:
             raise ConfigError("voice", f"{name!r} cannot be used: {error}") from error
     return voices
 
 
-def _load_voice(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePrompt:
+def _load_voice(name: str, source: str, codec: AudioCodec, codec_folder: Path) -> VoicePrompt:
     parts = [part.strip() for part in source.split(",")]
     if all(part.isdecimal() for part in parts):
         return _checked_voice(VoicePrompt(name, [int(part) for part in parts]), codec)
@@ -62,7 +62,7 @@ def _load_voice(name: str, source: str, codec: AudioCodec, folder: Path) -> Voic
         return _checked_voice(VoicePrompt(name, codes, str(values.get("transcription", ""))), codec)
     text_file = path.with_suffix(".txt")
     transcription = text_file.read_text(encoding="utf-8").strip() if text_file.is_file() else ""
-    return VoicePrompt(name, _encode_recording(path, codec, folder), transcription)
+    return VoicePrompt(name, _encode_recording(path, codec, codec_folder), transcription)
 
 
 def _checked_voice(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
@@ -75,10 +75,10 @@ def _checked_voice(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
     return voice
 
 
-def _encode_recording(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
+def _encode_recording(path: Path, codec: AudioCodec, codec_folder: Path) -> list[int]:
     """Return the codes of a recording, from the cache if it contains them."""
     digest = blake2b(path.read_bytes(), digest_size=16, person=b"voice")
-    files = sorted(file for file in folder.iterdir() if file.is_file())
+    files = sorted(file for file in codec_folder.iterdir() if file.is_file())
     digest.update(
         repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
     )

@@ -12,7 +12,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def decoder_config(
     keys: GGUFKeys, *, supports_partial_rotary: bool = False, eps_key: str = "rms_norm_eps"
 ) -> dict[str, object]:
-    """Return the ``config.json`` keys that all families except GPT-2 share.
+    """Return the ``config.json`` keys that all families except GPT-2 and Gemma 4 share.
 
     Args:
         keys: the metadata keys of the file.

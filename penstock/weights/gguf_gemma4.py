@@ -62,7 +62,8 @@ def gemma4_config(keys: GGUFKeys) -> dict[str, object]:
         is_wide or set(wide_sizes) <= {inner_sizes[0]}
     ):
         raise keys.invalid_value(
-            "feed_forward_length", "must be equal in all layers, or twice as large in the last shared layers"
+            "feed_forward_length",
+            "must be equal in all layers, or twice as large in all layers that share keys and values",
         )
     sliding_head_dim = keys.count("attention.key_length_swa", 256)
     full_layer = types.index(FULL) if FULL in types else 0
@@ -139,6 +140,6 @@ def _rotated_fraction(keys: GGUFKeys) -> float:
         divisor < _NO_ROTATION for divisor in divisors[num_rotated:]
     ):
         raise WeightsError(
-            keys.file.path, "has a rope_freqs.weight with factors other than 1 and no rotation"
+            keys.file.path, f"rope_freqs.weight must be ones, then values of at least {_NO_ROTATION:g}"
         )
     return max(num_rotated, 1) / len(divisors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -168,6 +169,24 @@ def render_kimi_k2(calls: Sequence[Call]) -> str:
     return f"<|tool_calls_section_begin|>{''.join(rendered_calls)}<|tool_calls_section_end|>"
 
 
+def render_gemma4_value(value: object) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        keys = [key if re.fullmatch(r"\w+", key) else f'<|"|>{key}<|"|>' for key in value]
+        values = map(render_gemma4_value, value.values())
+        return "{" + ",".join(f"{key}:{text}" for key, text in zip(keys, values, strict=True)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(render_gemma4_value, value)) + "]"
+    return dump_json(value)
+
+
+def render_gemma4(calls: Sequence[Call]) -> str:
+    return "".join(
+        f"<|tool_call>call:{call.name}{render_gemma4_value(call.arguments)}<tool_call|>" for call in calls
+    )
+
+
 def render_cohere(calls: Sequence[Call]) -> str:
     rendered_calls = [
         f'    {{"tool_call_id": "{index}", "tool_name": "{call.name}", '
@@ -202,6 +221,7 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "harmony": template_renderer(
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"
     ),
+    "gemma4": render_gemma4,
     "functionary": template_renderer("<function=NAME>ARGUMENTS</function>"),
 }
 FORMATS_WITHOUT_MARKER = ("llama3_json", "pythonic")
@@ -213,6 +233,7 @@ VALUE_ENDS = {
     "qwen3_coder": "</parameter>",
     "seed_oss": "</parameter>",
     "glm": "</arg_value>",
+    "gemma4": '<|"|>',
     "minimax_m2": "</parameter>",
     "deepseek_v32": deepseek_markup("</|DSML|parameter>"),
     "deepseek_v4": deepseek_markup("</|DSML|parameter>"),

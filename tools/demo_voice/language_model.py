@@ -105,11 +105,11 @@ def train_language_model(
     seed: int,
     *,
     peak_learning_rate: float = 2e-3,
-    repeated_rows: Sequence[Row] = (),
+    further_rows: Sequence[Row] = (),
 ) -> float:
     """Train for ``minutes`` and return the loss of held-out rows.
 
-    Without ``repeated_rows``, the training begins with short rows.
+    Without ``further_rows``, the training begins with short rows.
 
     Args:
         model: the model, which is changed in place.
@@ -117,12 +117,12 @@ def train_language_model(
         minutes: the duration of the training.
         seed: the seed that selects the held-out rows and the order.
         peak_learning_rate: the largest learning rate.
-        repeated_rows: further rows, which are not held out.
+        further_rows: further rows, which are not held out.
     """
     rng = random.Random(seed)
     training_rows = list(rows)
     rng.shuffle(training_rows)
-    held_out, training_rows = training_rows[:_NUM_HELD_OUT], [*training_rows[_NUM_HELD_OUT:], *repeated_rows]
+    held_out, training_rows = training_rows[:_NUM_HELD_OUT], [*training_rows[_NUM_HELD_OUT:], *further_rows]
     optimizer = make_optimizer(model, peak_learning_rate)
     start_time, step, average, batches = time.perf_counter(), 0, 0.0, []
     while (seconds := time.perf_counter() - start_time) < 60 * minutes:
@@ -130,7 +130,7 @@ def train_language_model(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(fraction, peak_learning_rate)
         if not batches:
-            is_early = not repeated_rows and fraction < _SHORT_ROW_FRACTION
+            is_early = not further_rows and fraction < _SHORT_ROW_FRACTION
             batches = _epoch(
                 [row for row in training_rows if not is_early or len(row[1]) < _MAX_SHORT_ROW], rng
             )

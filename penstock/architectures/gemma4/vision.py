@@ -1,4 +1,4 @@
-"""The vision encoder of Gemma 4: blocks with norms as in the decoder, rotary embeddings for both sides of an
+"""The vision encoder of Gemma 4: blocks with norms as in the decoder, rotary embeddings for both axes of an
 image, average pooling of squares of patches, and a projection."""
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Gemma4Vision:
             text_hidden: the hidden size of the decoder.
 
         Raises:
-            ConfigError: the encoder has fewer kv heads than heads, biases, or a rotary embedding that is not
-                supported.
+            ConfigError: the numbers of heads and kv heads differ, the encoder has biases, or its rotary
+                embedding is not supported.
         """
         hidden, patch_size = config.integer("hidden_size"), config.integer("patch_size")
         heads, head_dim = config.integer("num_attention_heads"), config.integer("head_dim")

@@ -141,8 +141,8 @@ def _num_shared(config: HuggingFaceConfig, types: tuple[str, ...]) -> int:
 def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple[int, int, int]:
     """Return the number of heads, the number of kv heads and the head size of a layer.
 
-    transformers stores sizes that differ between layers in ``per_layer_config``, other checkpoints in
-    ``global_head_dim`` and ``num_global_key_value_heads``.
+    Recent versions of transformers save sizes that differ between layers in ``per_layer_config``. Older
+    checkpoints have them in ``global_head_dim`` and ``num_global_key_value_heads``.
     """
     heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads", 4)
     head_dim = config.integer("head_dim", 256)

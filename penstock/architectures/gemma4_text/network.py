@@ -72,7 +72,7 @@ class ExpertLayer:
     """The norm after the MLP."""
 
     def __call__(self, x: Tensor, mlp_output: Tensor, step: StepInputs) -> Tensor:
-        """Return the sum of the norms of the outputs of MLP and experts, ``[T, E]``.
+        """Return the sum of the normalized outputs of the MLP and the experts, ``[T, E]``.
 
         ``x [T, E]`` is the residual stream before the feed-forward layer.
         """
@@ -115,7 +115,7 @@ class Gemma4Block:
 class PerLayerEmbedding:
     """Computes the additional inputs of all blocks from token ids and embeddings."""
 
-    embedding: Embedding  # [Q] -> [Q, L P]
+    embedding: Embedding  # [T] -> [T, L P]
     projection: Linear  # [E] -> [L P]
     projection_scale: float
     norm: Norm  # [P]
@@ -154,7 +154,7 @@ class Gemma4Network:
     ) -> tuple[Tensor, Tensor]:
         """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
 
-        ``input_embeds`` has the indices ``[P]`` of rows and their embeddings ``[P, E]``, which replace the
+        ``input_embeds`` has the indices ``[I]`` of rows and their embeddings ``[I, E]``, which replace the
         embeddings of the tokens.
         """
         if self.embedded_ids is not None:

@@ -128,7 +128,7 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
     @property
     def identifies_images(self) -> bool:
-        """Whether requests may share blocks of the context: block hashes depend on the content of all images.
+        """Whether block hashes depend on the content of all images, so that requests may share the blocks.
 
         True without images and pixels. With pixels only, True if ``token_hash_overrides`` is set.
         """

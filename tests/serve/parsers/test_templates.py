@@ -53,8 +53,8 @@ EXPECTED_FORMATS: dict[str, tuple[str | None, str | None]] = {
     "deepseek-ai-DeepSeek-V3.2": ("deepseek_v32", "think"),
     "deepseek-ai-DeepSeek-V4": ("deepseek_v4", "think"),
     "fireworks-ai-llama-3-firefunction-v2": ("firefunction", None),
-    "google-gemma-4-31B-it-interleaved": (None, "gemma"),
-    "google-gemma-4-31B-it": (None, "gemma"),
+    "google-gemma-4-31B-it-interleaved": ("gemma4", "gemma"),
+    "google-gemma-4-31B-it": ("gemma4", "gemma"),
     "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite"),
     "llama-cpp-deepseek-r1": ("deepseek_v3", "think"),
     "llama-cpp-rwkv-world": (None, "think"),
@@ -69,7 +69,7 @@ EXPECTED_FORMATS: dict[str, tuple[str | None, str | None]] = {
     "stepfun-ai-Step-3.5-Flash": ("qwen3_coder", "think"),
     "unsloth-Apriel-1.5": ("apriel", "apriel"),
     "unsloth-mistral-Devstral-Small-2507": ("mistral", None),
-    "gemma4_31b_chat_template": (None, "gemma"),
+    "gemma4_31b_chat_template": ("gemma4", "gemma"),
     "nemotron3nano_chat_template": ("qwen3_coder", "think"),
     "qwen38_chat_template": ("qwen3_coder", "think"),
 }
@@ -82,7 +82,15 @@ END_TOKENS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<|end|>",
 )
-END_TOKENS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
+END_TOKENS += (
+    "<|tool_response>",
+    "<turn|>",
+    "<|end_of_text|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|user|>",
+    "<|observation|>",
+    "<sep>",
+)
 # Templates that need variables which the test does not set, use features that the sandbox forbids, or render
 # no calls.
 NOT_PARSED_TEMPLATES = {

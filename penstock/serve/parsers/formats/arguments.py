@@ -7,7 +7,7 @@ for each argument alone are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import UnsupportedSchemaError
@@ -215,6 +215,29 @@ class TaggedArguments:
         ):
             raise UnsupportedSchemaError("enum", path, f"{text!r} as text is ambiguous")
         return self._enclosed_tag(name_tag, True, constant(text + self.padding + self.end))
+
+
+def comma_separated(required_tags: Sequence[Tag], optional_tags: Sequence[Tag], separator: str) -> Tag:
+    """Return the grammar of a list of arguments with a separator.
+
+    Required arguments come first, so that every optional argument can begin with the separator.
+    """
+    parts = [sequence(constant(separator), tag) if index else tag for index, tag in enumerate(required_tags)]
+    if required_tags:
+        parts += [optional(sequence(constant(separator), tag)) for tag in optional_tags]
+    elif optional_tags:
+        parts.append(optional(_any_of_in_order(optional_tags, separator)))
+    return sequence(*parts)
+
+
+def _any_of_in_order(tags: Sequence[Tag], separator: str) -> Tag:
+    """Return the tag of a text that matches one or more of the tags in their order, with a separator."""
+    return either(
+        [
+            sequence(first_tag, *(optional(sequence(constant(separator), tag)) for tag in tags[index + 1 :]))
+            for index, first_tag in enumerate(tags)
+        ]
+    )
 
 
 def _reference_target(reference: object, root: Mapping[str, object]) -> object:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from penstock.serve.parsers.formats.arguments import Arguments
+from penstock.serve.parsers.formats.arguments import Arguments, comma_separated
 from penstock.serve.parsers.formats.json_calls import (
     another_call_follows,
     check_no_text_after_calls,
@@ -141,26 +141,9 @@ def call_grammar(name: str, schema: Schema) -> Tag:
         keyword = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
         further_keywords = any_number(sequence(constant(", "), keyword))
         return sequence(*parts, optional(sequence(keyword, further_keywords)), constant(")"))
-    required_names = [key for key in arguments.schemas if key in arguments.required]
     keyword_tags = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
-    # Required arguments come first, so that every optional argument can begin with a comma.
-    for index, key in enumerate(required_names):
-        parts.append(sequence(constant(", "), keyword_tags[key]) if index else keyword_tags[key])
-    optional_keys = [key for key in arguments.schemas if key not in required_names]
-    if required_names:
-        parts += [optional(sequence(constant(", "), keyword_tags[key])) for key in optional_keys]
-    elif optional_keys:
-        parts.append(optional(_any_of_in_order([keyword_tags[key] for key in optional_keys])))
-    return sequence(*parts, constant(")"))
-
-
-def _any_of_in_order(tags: list[Tag]) -> Tag:
-    """Return the tag of a text that matches one or more of the tags, in their order, separated by commas."""
-    return either(
-        [
-            sequence(first_tag, *(optional(sequence(constant(", "), tag)) for tag in tags[index + 1 :]))
-            for index, first_tag in enumerate(tags)
-        ]
-    )
+    required_tags = [tag for key, tag in keyword_tags.items() if key in arguments.required]
+    optional_tags = [tag for key, tag in keyword_tags.items() if key not in arguments.required]
+    return sequence(*parts, comma_separated(required_tags, optional_tags, ", "), constant(")"))

@@ -10,6 +10,7 @@ from penstock.serve.parsers.formats.apertus import ApertusCalls
 from penstock.serve.parsers.formats.deepseek import DeepSeekCalls
 from penstock.serve.parsers.formats.function_tags import FunctionTags
 from penstock.serve.parsers.formats.functionary import FunctionaryCalls
+from penstock.serve.parsers.formats.gemma4 import Gemma4Calls
 from penstock.serve.parsers.formats.glm import GlmCalls
 from penstock.serve.parsers.formats.harmony import HarmonyCalls
 from penstock.serve.parsers.formats.invoke_calls import DSML, InvokeCalls
@@ -64,6 +65,13 @@ _ROWS: tuple[ToolFormat, ...] = (
         example="<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
         hints=("<arg_key>",),
         separator="\n",
+    ),
+    Gemma4Calls(
+        name="gemma4",
+        models="Gemma 4",
+        example='<|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>',
+        hints=("<|tool_call>call:",),
+        separator="",
     ),
     JsonCalls(
         name="apriel",
