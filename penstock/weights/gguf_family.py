@@ -37,7 +37,7 @@ class GGUFFamily:
     """
 
 
-LLAMA = {
+LLAMA: dict[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -53,7 +53,7 @@ LLAMA = {
     "blk.N.ffn_up": "model.layers.N.mlp.up_proj",
     "blk.N.ffn_down": "model.layers.N.mlp.down_proj",
 }
-POST_NORMS = {
+POST_NORMS: dict[str, str] = {
     "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
     "blk.N.post_ffw_norm": "model.layers.N.post_feedforward_layernorm",
 }
