@@ -24,6 +24,7 @@ from penstock.weights.safetensors import read_header
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 _PREFIX = "base_model.model."
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _MATRIX_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<letter>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
 _UNSUPPORTED_KINDS = {
     "lora_magnitude_vector": "DoRA",
@@ -206,8 +207,10 @@ def _classify_tensors(
             matrix_names[match["layer"], match["letter"]] = name
     if unknown_names:
         _refuse_unknown_layers(config.path.parent, unknown_names, sorted(layers))
+    # PEFT has no modules for experts that are stacked in one tensor, even if the names of the experts match.
+    has_experts = any(_EXPERT.search(layer) for layer, _ in matrix_names)
     for layer in layers:  # add the expected names, so that `Weights.tensor` reports missing matrices
-        if config.targets(layer):
+        if config.targets(layer) and (has_experts or not _EXPERT.search(layer)):
             for letter in "AB":
                 matrix_names.setdefault((layer, letter), f"{_PREFIX}{layer}.lora_{letter}.weight")
     excluded_layers = [

@@ -51,6 +51,8 @@ def estimate_weights_size(
     float_dtype = _encoding(pipeline_config).compute_dtype.value
     size = 0.0
     for name, header in model.tensor_headers.items():
+        if names.is_unread(name):
+            continue
         role = names.role(name)
         shape = _linear_shape(name, header, names)
         if shape:
@@ -102,8 +104,8 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
             vocabulary_matrix_sizes.append(prod(shape))
         elif shape:
             num_linear_weights += prod(shape)
-    # The output head is packed, the embedding table is not.
-    num_head_weights = max(vocabulary_matrix_sizes, default=0)
+    # The output head is packed, tables of embeddings are not. A table can be wider than the head.
+    num_head_weights = min(vocabulary_matrix_sizes, default=0)
     return int((num_linear_weights + num_head_weights) * encoding.bits_per_weight / 8)
 
 

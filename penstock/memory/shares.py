@@ -11,8 +11,9 @@ from penstock.nn import TensorNames
 def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[str], float]:
     """Return a function that maps the name of a matrix to the largest fraction of the matrix on any rank.
 
-    The embedding table, the output head and the matrices of the decoder's blocks except routers are divided.
-    Every rank has a whole copy of all other matrices, such as the matrices of an image encoder.
+    The embedding table, the output head and the matrices of the decoder's blocks are divided, except routers
+    and `TensorNames.replicated`. Every rank has a whole copy of all other matrices, such as those of an image
+    encoder.
 
     Args:
         names: the tensor names of the family.
@@ -25,9 +26,13 @@ def rank_shares(names: TensorNames, shard: Shard, kv_heads: int) -> Callable[[st
     def share(tensor: str) -> float:
         role = names.role(tensor)
         if role in ("table", "head"):
-            is_divided = role == "head" or names.is_embedding(tensor)
+            is_divided = role == "head" or names.is_token_table(tensor)
             return 1 / shard.world_size if is_divided else 1.0
-        if role == "router" or not tensor.removeprefix(names.prefix).startswith(block_prefix):
+        if (
+            role == "router"
+            or names.is_replicated(tensor)
+            or not tensor.removeprefix(names.prefix).startswith(block_prefix)
+        ):
             return 1.0
         if f".{names.attention}." not in tensor:
             return 1 / shard.world_size

@@ -45,7 +45,7 @@ def patch_coordinates(grids: Iterable[Grid], merge_size: int) -> Tensor:  # [T, 
 def axial_rotary_rows(coordinates: Tensor, head_dim: int, base: float) -> RotaryRows:
     """Return cosines and sines ``[T, D / 2]`` for T patches. D is ``head_dim``.
 
-    The first half of the columns encodes the patch's grid row, the second half its grid column.
+    The first half of the columns encodes the first coordinate, the second half the second coordinate.
     """
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
     frequencies = 1.0 / base**exponents  # [D / 4]
@@ -62,7 +62,7 @@ def axial_base(config: ConfigValues, head_dim: int, default: float = 10000.0) ->
     parameters = config.section("rope_parameters")
     rope_type = parameters.get("rope_type")
     if rope_type not in (None, "axial", "default"):
-        raise ConfigError("vision_config.rope_type", f"must be axial, was {rope_type!r}")
+        raise ConfigError("vision_config.rope_type", f"must be axial or default, was {rope_type!r}")
     if head_dim % 4:
         raise ConfigError(
             "vision_config.num_heads", f"the size of a head must be a multiple of 4, was {head_dim}"

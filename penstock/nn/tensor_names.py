@@ -49,6 +49,15 @@ class TensorNames:
     unquantized: tuple[str, ...] = ()
     """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of linear layers that are
     never quantized, besides routers. They have the role of a router."""
+    replicated: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of linear layers in
+    blocks, besides routers, of which every rank has a whole copy."""
+    token_tables: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of further tables with
+    one row per token id. They have the role ``table`` and are divided among ranks like the embedding table.
+    """
+    unread: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) of the names of tensors that the model does not load."""
     other_tables: tuple[str, ...] = ()
     """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of matrices that are no
     linear layers, such as learned positions. They have the role ``table``.
@@ -77,6 +86,18 @@ class TensorNames:
         """Return whether a tensor is the embedding table."""
         return _ends_with(tensor, f"{self.embedding}.weight")
 
+    def is_token_table(self, tensor: str) -> bool:
+        """Return whether a tensor is the embedding table or another table with one row per token id."""
+        return self.is_embedding(tensor) or _matches_end(tensor, self.token_tables)
+
+    def is_replicated(self, tensor: str) -> bool:
+        """Return whether each rank has a whole copy of a linear layer, although it is in a block."""
+        return _matches_end(tensor, self.replicated)
+
+    def is_unread(self, tensor: str) -> bool:
+        """Return whether the model does not load a tensor of a checkpoint."""
+        return any(fnmatchcase(tensor, pattern) for pattern in self.unread)
+
     def role(self, tensor: str) -> TensorRole:
         """Return the role of a matrix from the full name of its tensor, including ``.weight``.
 
@@ -84,11 +105,11 @@ class TensorNames:
         """
         if _ends_with(tensor, f"{self.head}.weight"):
             return "head"
-        if self.is_embedding(tensor) or any(fnmatchcase(tensor, f"*{name}") for name in self.other_tables):
+        if self.is_token_table(tensor) or _matches_end(tensor, self.other_tables):
             return "table"
         if _ends_with(tensor, f".{self.router}.weight"):
             return "router"
-        if any(fnmatchcase(tensor, f"*{name}") for name in self.unquantized):
+        if _matches_end(tensor, self.unquantized):
             return "router"
         if self.values is not None and _ends_with(tensor, f".{self.values}.weight"):
             return "values"
@@ -99,6 +120,10 @@ class TensorNames:
 
 LLAMA_NAMES = TensorNames()
 """The tensor names of Llama's checkpoints."""
+
+
+def _matches_end(tensor: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(tensor, f"*{pattern}") for pattern in patterns)
 
 
 def _ends_with(tensor: str, name: str) -> bool:

@@ -50,7 +50,13 @@ def gemma4_config(keys: GGUFKeys) -> dict[str, object]:
         WeightsError: a key is missing or invalid, or layers have sizes that the family does not have.
     """
     types = layer_types(keys, 6)
-    layers = len(types)
+    layers = keys.count("block_count")
+    if len(types) != layers:
+        raise keys.invalid_value(
+            "attention.sliding_window_pattern", f"must have {layers} elements, has {len(types)}"
+        )
+    if keys.count("rope.dimension_count", keys.head_dim) != keys.head_dim:
+        raise keys.invalid_value("rope.dimension_count", f"must be the head size, {keys.head_dim}")
     num_shared = keys.get("attention.shared_kv_layers") or 0
     if type(num_shared) is not int or not 0 <= num_shared < layers:
         raise keys.invalid_value("attention.shared_kv_layers", f"must be a whole number below {layers}")
@@ -136,10 +142,12 @@ def _rotated_fraction(keys: GGUFKeys) -> float:
     if not divisors:
         return 1.0
     num_rotated = sum(divisor == 1 for divisor in divisors)
-    if any(divisor != 1 for divisor in divisors[:num_rotated]) or any(
-        divisor < _NO_ROTATION for divisor in divisors[num_rotated:]
-    ):
+    is_valid = num_rotated > 0 and len(divisors) == keys.head_dim // 2
+    is_valid = is_valid and all(divisor == 1 for divisor in divisors[:num_rotated])
+    if not is_valid or any(divisor < _NO_ROTATION for divisor in divisors[num_rotated:]):
         raise WeightsError(
-            keys.file.path, f"rope_freqs.weight must be ones, then values of at least {_NO_ROTATION:g}"
+            keys.file.path,
+            f"rope_freqs.weight must be {keys.head_dim // 2} numbers: ones, then values of at least "
+            f"{_NO_ROTATION:g}",
         )
-    return max(num_rotated, 1) / len(divisors)
+    return num_rotated / len(divisors)

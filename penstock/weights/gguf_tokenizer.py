@@ -30,8 +30,11 @@ from penstock.weights.gguf import GGUFFile
 
 _HINT = "put the model's tokenizer.json in the same folder"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # token types
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Control tokens that end a turn, for older files that do not set ``eot_token_id``."""
+_GEMMA4_TURN_ENDS = ("<turn|>", "<|tool_response>")
+"""Tokens that end a turn of Gemma 4. Files list at most one of them, and their types are not always control.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +279,15 @@ def _splitter(file: GGUFFile) -> _Splitter:
 def _add_bos_and_eos(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """Configure the tokenizer to add the BOS and EOS tokens that the file requests.
 
-    If the file does not set ``add_bos_token``, BOS is added for ``llama`` and ``gemma4``, and for ``gpt2`` if
-    the pre-tokenizer has `_Splitter.adds_bos`.
+    If the file does not set ``add_bos_token``, BOS is added for ``llama``, and for ``gpt2`` if the
+    pre-tokenizer has `_Splitter.adds_bos`. For ``gemma4``, BOS is always added.
     """
-    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") != "gpt2"
+    kind = file.metadata.get("tokenizer.ggml.model")
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:
-        adds_bos = is_sentencepiece or _splitter(file).adds_bos
+        adds_bos = kind != "gpt2" or _splitter(file).adds_bos
+    if kind == "gemma4":  # older files set false, but the models need BOS
+        adds_bos = True
     token_ids = {}
     if adds_bos:
         token_ids["bos"] = _token_id(file, tokens, "bos_token_id")
@@ -323,6 +328,8 @@ def _special_tokens(file: GGUFFile, tokens: list[str]) -> Iterator[tuple[str, st
 def _eos_token_ids(file: GGUFFile, tokens: list[str]) -> Iterator[int]:
     eos, eot, eom = (_token_id(file, tokens, f"{name}_token_id") for name in ("eos", "eot", "eom"))
     yield from (token_id for token_id in (eos, eot, eom) if token_id is not None)
+    if file.metadata.get("tokenizer.ggml.model") == "gemma4":
+        yield from (token_id for token_id, token in enumerate(tokens) if token in _GEMMA4_TURN_ENDS)
     if eot is None:
         types = _read_numbers(file, "tokenizer.ggml.token_type")
         yield from (

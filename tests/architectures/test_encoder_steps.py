@@ -13,12 +13,8 @@ from penstock.architectures.registry import SupportedArchitecture
 from penstock.kernels.cpu.graphs import CpuGraphCompiler
 from penstock.pipelines.embeddings import EmbeddingsPipeline
 
-UNCOMPILED_FAMILIES = ("mpnet", "embedding_gemma2", "embedding_gemma2_text")
-"""Families whose steps run eagerly.
-
-A step cannot be compiled if its attention bias is not the result of an operation, or if one of its operations
-has no C++ kernel.
-"""
+UNCOMPILED_FAMILIES = ("mpnet",)
+"""Families whose steps run eagerly, because the attention bias is not the result of an operation."""
 
 
 def random_inputs(length: int, count: int) -> list[np.ndarray]:

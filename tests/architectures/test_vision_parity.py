@@ -248,6 +248,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
             "vision_config": {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}},
         },
     ),
+    ("gemma4", {"text_config": {"sliding_window": 256}}),  # no cache group has a window
     ("qwen2_5_vl", {"vision_config": {"window_size": 1000, "fullatt_block_indexes": [0, 2]}}),
     (
         "qwen2_5_vl",

@@ -457,6 +457,7 @@ def test_every_setting_in_bytes_accepts_units() -> None:
         "max_image_bytes",
         "max_body_size",
         "max_file_size",
+        "model_memory",
         "response_store_size",
         "worker_memory_limit",
     }

@@ -219,6 +219,8 @@ class TestGemma4:
             ({"attention__shared_kv_layers": 4}, "shared_kv_layers must be a whole number below 4, was 4"),
             ({"attention__head_count_kv": [4, 2]}, "head_count_kv must be a whole number .* array of 4"),
             ({"attention__head_count_kv": [4, 2, 0, 2]}, "head_count_kv must be a whole number"),
+            ({"block_count": 5}, "sliding_window_pattern must have 5 elements, has 4"),
+            ({"rope__dimension_count": 16}, "rope.dimension_count must be the head size, 32"),
             ({"feed_forward_length": [96, 96, 96, 192]}, "feed_forward_length must be equal in all layers"),
             ({"feed_forward_length": [96, 48, 192, 192]}, "feed_forward_length must be equal in all layers"),
         ],
@@ -228,12 +230,19 @@ class TestGemma4:
         with pytest.raises(CheckpointError, match=problem):
             gguf_config(file)
 
-    def test_other_frequency_factors_are_refused(self, tmp_path: Path) -> None:
-        factors = np.array([1.0] * 4 + [8.0] * 12, np.float32)
+    @pytest.mark.parametrize(
+        "factors",
+        [[1.0] * 4 + [8.0] * 12, [1e30] * 16, [1.0] * 2 + [1e30] * 6, [1e30] * 12 + [1.0] * 4],
+        ids=("other factors", "no rotation", "another length", "last pairs"),
+    )
+    def test_other_frequency_factors_are_refused(self, tmp_path: Path, factors: list[float]) -> None:
         file = write_gguf_file(
-            tmp_path, "gemma4", tensors=GEMMA4_TENSORS | {"rope_freqs.weight": factors}, **GEMMA4_SIZES
+            tmp_path,
+            "gemma4",
+            tensors=GEMMA4_TENSORS | {"rope_freqs.weight": np.array(factors, np.float32)},
+            **GEMMA4_SIZES,
         )
-        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight must be ones"):
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight must be 16 numbers: ones, then"):
             gguf_config(file)
 
 

@@ -16,7 +16,7 @@ from support.gguf_files import (
     tokenizer_metadata,
     write_and_close,
 )
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from penstock.errors import CheckpointError
 from penstock.pipelines import TextTokenizer
@@ -142,18 +142,31 @@ def test_a_sentencepiece_tokenizer_with_merges_equals_the_original(tmp_path: Pat
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     original_tokenizer.decoder = decoders.Sequence(steps)
     original_tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|turn>"])
+    original_tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], pair=["<s>", "$A", "$B:1"], special_tokens=[("<s>", vocabulary["<s>"])]
+    )
     metadata = sentencepiece_metadata([(piece, -float(index)) for piece, index in vocabulary.items()])
     metadata["tokenizer.ggml.token_type"][-1] = int(TokenType.CONTROL)
     metadata |= {
         "tokenizer.ggml.model": "gemma4",
         "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
-        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_bos_token": False,  # in older files; the models need BOS
     }
     gguf_tokenizer = read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).tokenizer
     assert_tokenizers_are_equal(gguf_tokenizer, original_tokenizer)
     assert gguf_tokenizer.encode("abc abc\n\n<|turn>é").tokens == [
-        *("abc", "▁abc", "\n\n", "<|turn>", "<0xC3>", "<0xA9>")
+        *("<s>", "abc", "▁abc", "\n\n", "<|turn>", "<0xC3>", "<0xA9>")
     ]
+
+
+@pytest.mark.parametrize("eot", [None, 4])
+def test_the_turn_ends_of_gemma_4_end_an_output_whatever_their_types(tmp_path: Path, eot: int | None) -> None:
+    pieces = ["<unk>", "<s>", "</s>", "<|tool_response>", "<turn|>", "a"]
+    metadata = sentencepiece_metadata([(piece, 0.0) for piece in pieces])
+    metadata["tokenizer.ggml.model"] = "gemma4"
+    if eot is not None:
+        metadata["tokenizer.ggml.eot_token_id"] = eot
+    assert set(read_gguf_tokenizer(write_gguf_file(tmp_path, metadata)).eos_token_ids) == {2, 3, 4}
 
 
 class TestScores:

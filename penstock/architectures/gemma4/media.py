@@ -14,7 +14,7 @@ _TOKENS_BY_DETAIL = {"low": 70, "high": MAX_TOKENS}
 
 
 class Gemma4Family(VisionFamily):
-    """Images of Gemma 4, of any aspect ratio. A larger ``detail`` gives an image more tokens."""
+    """Images of Gemma 4, of any aspect ratio. A higher ``detail`` gives an image more tokens."""
 
     details = frozenset(_TOKENS_BY_DETAIL)
 

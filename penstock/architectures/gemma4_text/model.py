@@ -6,7 +6,8 @@ embeddings and layers that read the keys and values of earlier layers, others ha
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from penstock.architectures.transformer import TransformerModel
 from penstock.errors import ConfigError
 from penstock.kv_cache import KVCacheSpec, KVGroup
 from penstock.nn import (
+    FULL,
     Blueprint,
     Experts,
     GatedMLP,
@@ -48,7 +50,8 @@ _PER_LAYER_TABLE = "embed_tokens_per_layer"
 _NAMES = TensorNames(
     norms_before=("input_layernorm", "pre_feedforward_layernorm"),
     router="router.proj",
-    other_tables=(f"{_PER_LAYER_TABLE}.weight",),
+    replicated=(".per_layer_input_gate.weight", ".per_layer_projection.weight"),
+    token_tables=(f"{_PER_LAYER_TABLE}.weight",),
 )
 
 
@@ -82,8 +85,13 @@ class Gemma4TextModel(TransformerModel):
             max_length=config.integer("max_position_embeddings"),
             rotaries=rotary_configs(config, layers),
             rotary_indices=tuple(layer.rotary_index for layer in layers),
-            names=_NAMES,
+            names=replace(_NAMES, unread=unread_tensors(layers)),
         )
+
+    @classmethod
+    def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
+        layers = layer_configs(huggingface_config)
+        return (*super().ignored_tensors(huggingface_config), *unread_tensors(layers))
 
     @classmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
@@ -102,6 +110,19 @@ class Gemma4TextModel(TransformerModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Gemma4Network:
         return load_network(load, cls.blueprint(huggingface_config), huggingface_config, max_length)
+
+
+def unread_tensors(layers: Iterable[LayerConfig]) -> tuple[str, ...]:
+    """Return patterns of the tensors of keys and values in layers that read those of an earlier layer.
+
+    Some checkpoints contain these tensors.
+    """
+    return tuple(
+        f"{_NAMES.block_path(index)}.{_NAMES.attention}.{part}.*"
+        for index, layer in enumerate(layers)
+        if layer.is_kv_shared
+        for part in (*_NAMES.qkv[1:], _NAMES.key_norm)
+    )
 
 
 def load_network(
@@ -261,7 +282,7 @@ def _attention(load: Loader, blueprint: Blueprint, block_name: str, layer: Layer
         v_norm=RMSNorm(unit_weights, blueprint.norm_eps),
         are_values_keys=layer.are_values_keys,
         is_kv_shared=layer.is_kv_shared,
-        is_causal_in_spans=layer.window is None,
+        is_causal_in_spans=layer.layer_type == FULL,
     )
 
 

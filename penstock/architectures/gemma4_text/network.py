@@ -28,8 +28,11 @@ from penstock.nn import (
 class Gemma4Attention(Attention):
     """Attention with norms of queries, keys and values, and unscaled scores.
 
-    `qkv` computes queries, keys and values; queries and keys with `are_values_keys`, or if values have a
-    separate layer; only queries with `is_kv_shared`.
+    `qkv` computes
+
+    - only queries with `is_kv_shared`,
+    - queries and keys with `are_values_keys`, or if values have a separate layer,
+    - otherwise queries, keys and values.
     """
 
     v_norm: RMSNorm
