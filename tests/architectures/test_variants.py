@@ -136,7 +136,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "published configuration": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
     },
     "gemma4_text": {
-        "dense, values are keys": GEMMA4_DENSE,
+        "dense, values are keys, window longer than the prompts": {
+            **GEMMA4_DENSE,
+            "sliding_window": 4096,
+            "hidden_activation": "silu",
+        },
         "experts": {
             **GEMMA4_DENSE,
             "enable_moe_block": True,
@@ -144,38 +148,35 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "top_k_experts": 3,
             "moe_intermediate_size": 20,
         },
-        "experts and per-layer embeddings": {
-            "enable_moe_block": True,
+        "one expert of four, default layer types, no shared layers": {
             "num_experts": 4,
             "top_k_experts": 1,
-            "moe_intermediate_size": 24,
-            "use_double_wide_mlp": False,
+            "layer_types": "absent",
+            "num_kv_shared_layers": 0,
+            "final_logit_softcapping": None,
         },
         "values are keys in shared layers": {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 2,
             "num_kv_shared_layers": 3,
         },
-        "default layer types, no shared layers": {
-            "layer_types": "absent",
-            "num_kv_shared_layers": 0,
-            "global_head_dim": 16,
-            "final_logit_softcapping": None,
-        },
-        "last layer forced to full attention": {
+        "last layer forced to full attention, no experts": {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
             "num_kv_shared_layers": 2,
             "tie_word_embeddings": False,
+            "enable_moe_block": False,
+            "num_experts": None,
+            "top_k_experts": None,
         },
-        "window longer than the prompts": {"sliding_window": 4096, "hidden_activation": "silu"},
-        "biases, rope factor": {
+        "biases, rope factors, one cache group": {
             "attention_bias": True,
+            "global_head_dim": 16,
+            "sliding_window": 256,
             "rope_parameters": {
                 "full_attention": {"rope_type": "proportional", "rope_theta": 50.0, "factor": 2.0},
                 "sliding_attention": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
             },
         },
-        "equal head sizes in one group": {"global_head_dim": 16, "sliding_window": 256},
     },
     "gemma3_text": {
         "linear global rope": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
