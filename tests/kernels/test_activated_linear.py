@@ -24,16 +24,16 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 @pytest.mark.parametrize("encoding", COMPARED_ENCODINGS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 96)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (200, 96)])
 def test_activated_linear_is_bit_equal_to_linear_and_activation(
-    ops: Ops, encoding: str, outputs: int, inputs: int
+    ops: Ops, encoding: str, out_features: int, in_features: int
 ) -> None:
     packed_weight = ops.pack_linear(
-        torch.randn(outputs, inputs) / inputs**0.5, encoding, bias=torch.randn(outputs)
+        torch.randn(out_features, in_features) / in_features**0.5, encoding, bias=torch.randn(out_features)
     )
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     for rows, activation in zip((1, 2, 7, 13, 40), ACTIVATIONS, strict=True):
-        x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
+        x = torch.randn(rows, 2 * in_features).to(dtype)[:, :in_features]
         expected = ops.activation(ops.linear(x, packed_weight), activation)
         assert torch.equal(ops.activated_linear(x, packed_weight, activation), expected)
 

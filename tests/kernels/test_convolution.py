@@ -138,14 +138,14 @@ def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
-def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (5, 37), (70, 64)])
+def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, num_rows: int, width: int) -> None:
+    x = (3 * torch.randn(num_rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
     alpha, beta = torch.randn(width) * 5, torch.randn(width)
     x64 = x.double()
     expected = x64 + beta.double() * (alpha.double() * x64).sin() ** 2
     assert_close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
-    large_x = 100 * torch.randn(rows, width)
+    large_x = 100 * torch.randn(num_rows, width)
     exact_result = large_x.double() + beta.double() * (alpha.double() * large_x.double()).sin() ** 2
     torch.testing.assert_close(ops.snake(large_x, alpha, beta).double(), exact_result, rtol=1e-6, atol=2e-4)
 
@@ -159,18 +159,18 @@ def test_add_scaled_equals_its_definition(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("width", "groups"), [(64, 32), (60, 3), (128, 2)])
-def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, groups: int) -> None:
+@pytest.mark.parametrize(("width", "num_groups"), [(64, 32), (60, 3), (128, 2)])
+def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, num_groups: int) -> None:
     x, offsets = random_sequences(width, dtype, LENGTHS)
     x = (3 + 2 * x).to(dtype)
     weight, bias = torch.randn(2, width)
     expected = [
         torch.group_norm(
-            transposed_rows(x, start, stop).double(), groups, weight.double(), bias.double(), 1e-6
+            transposed_rows(x, start, stop).double(), num_groups, weight.double(), bias.double(), 1e-6
         )[0].t()
         for start, stop in pairwise(offsets)
     ]
-    actual = ops.group_norm(x, weight, bias, groups, 1e-6, offsets)
+    actual = ops.group_norm(x, weight, bias, num_groups, 1e-6, offsets)
     assert_close(actual, torch.cat(expected).to(dtype), dtype)
 
 

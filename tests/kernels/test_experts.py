@@ -91,9 +91,9 @@ def pack_experts(
     )
 
 
-def random_routes(rows: int, top: int) -> tuple[Tensor, Tensor]:
+def random_routes(num_rows: int, top_k: int) -> tuple[Tensor, Tensor]:
     """Return topk_weights and topk_ids of random logits."""
-    return ReferenceOps().route(torch.randn(rows, EXPERTS) * 2, top, "all")
+    return ReferenceOps().route(torch.randn(num_rows, EXPERTS) * 2, top_k, "all")
 
 
 def numpy_gate(x: np.ndarray, gating: Gating) -> np.ndarray:
@@ -124,16 +124,16 @@ def test_routes_equal_numpy(routing: Routing) -> None:
 
 @pytest.mark.parametrize("gating", ["silu", "relu", CLAMPED], ids=["silu", "relu", "clamped"])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("rows", "top"), [(1, 2), (7, 1), (33, 4), (5, EXPERTS)])
+@pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2), (7, 1), (33, 4), (5, EXPERTS)])
 def test_experts_equal_the_weighted_sum_computed_by_numpy(
-    rows: int, top: int, has_bias: bool, gating: Gating
+    num_rows: int, top_k: int, has_bias: bool, gating: Gating
 ) -> None:
-    tensors_of_experts, x = random_weights(has_bias=has_bias), torch.randn(rows, HIDDEN)
-    topk_weights, topk_ids = random_routes(rows, top)
+    tensors_of_experts, x = random_weights(has_bias=has_bias), torch.randn(num_rows, HIDDEN)
+    topk_weights, topk_ids = random_routes(num_rows, top_k)
     actual = ReferenceOps().experts(
         x, pack_experts(ReferenceOps(), tensors_of_experts, torch.float32), topk_weights, topk_ids, gating
     )
-    for row in range(rows):
+    for row in range(num_rows):
         expected = np.zeros(HIDDEN)
         for topk_weight, expert in zip(topk_weights[row].tolist(), topk_ids[row].tolist(), strict=True):
             gate_up, gate_up_bias, down, down_bias = (
@@ -145,8 +145,8 @@ def test_experts_equal_the_weighted_sum_computed_by_numpy(
 
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
-def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top: int, max_pairs: int) -> None:
-    topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
+def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top_k: int, max_pairs: int) -> None:
+    topk_ids = torch.tensor([row[:top_k] for row in rows], dtype=torch.int64).view(len(rows), top_k)
     visited_pairs: list[tuple[int, int]] = []
     for pairs, pair_counts in grouped_by_expert(topk_ids, 5, max_pairs):
         assert 1 <= len(pairs) == sum(pair_counts.values()) <= max_pairs
@@ -162,15 +162,15 @@ def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top: int,
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gating", ["silu", "gelu_tanh", CLAMPED], ids=["silu", "gelu_tanh", "clamped"])
-@pytest.mark.parametrize(("rows", "top"), [(1, 2), (1, EXPERTS), (3, 3), (40, 2), (300, 1)])
+@pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2), (1, EXPERTS), (3, 3), (40, 2), (300, 1)])
 def test_experts_agree_with_the_reference(
-    ops: Ops, dtype: torch.dtype, rows: int, top: int, gating: Gating
+    ops: Ops, dtype: torch.dtype, num_rows: int, top_k: int, gating: Gating
 ) -> None:
     x, experts = (
-        torch.randn(rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN],
+        torch.randn(num_rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN],
         pack_experts(ops, random_weights(has_bias=True), dtype),
     )
-    topk_weights, topk_ids = random_routes(rows, top)
+    topk_weights, topk_ids = random_routes(num_rows, top_k)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, gating)
     actual = ops.experts(x, experts, topk_weights, topk_ids, gating)
     assert actual.dtype == dtype
@@ -250,11 +250,11 @@ def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic_ops: Ops, dty
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("experts", [6, 30, 128])
+@pytest.mark.parametrize("num_experts", [6, 30, 128])
 def test_the_route_of_a_row_is_equal_in_any_batch(
-    deterministic_ops: Ops, routing: Routing, experts: int
+    deterministic_ops: Ops, routing: Routing, num_experts: int
 ) -> None:
-    logits = torch.randn(700, experts).bfloat16()  # some logits are equal
+    logits = torch.randn(700, num_experts).bfloat16()  # some logits are equal
     topk_weights, topk_ids = deterministic_ops.route(logits, 4, routing)
     for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
         selected_weights, selected_ids = deterministic_ops.route(logits[row_indices], 4, routing)

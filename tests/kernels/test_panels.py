@@ -27,55 +27,63 @@ def panel_layout(encoding: str) -> PanelLayout:
     return layout
 
 
-def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+def random_rows(encoding: str, out_features: int, in_features: int) -> dict[str, Tensor]:
     """Return random tensors of an encoding, with values that packing may never produce."""
     if encoding in BLOCKS:
-        rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
-        rows["weight"] = torch.randint(0, 1 << encoding_named(encoding).bits, (outputs, inputs)).to(
+        rows = encoding_named(encoding).pack(torch.randn(out_features, in_features))
+        rows["weight"] = torch.randint(0, 1 << encoding_named(encoding).bits, (out_features, in_features)).to(
             torch.uint8
         )
         return rows
     if encoding == "int8":
-        weight = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
-        return {"weight": weight, "scales": torch.randn(outputs)}
+        weight = torch.randint(-128, 128, (out_features, in_features)).to(torch.int8)
+        return {"weight": weight, "scales": torch.randn(out_features)}
     if encoding in ("int5", "int4"):
         limit = 1 << int(encoding[3]) - 1
-        weight = torch.randint(-limit, limit, (outputs, inputs)).to(torch.int8)
-        return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
+        weight = torch.randint(-limit, limit, (out_features, in_features)).to(torch.int8)
+        return {"weight": weight, "scales": torch.randn(out_features, -(-in_features // GROUP)).half()}
     if encoding in ("uint8", "uint4"):
-        num_codes, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
+        num_codes, groups = 1 << int(encoding[4]), -(-in_features // GROUP)
         return {
-            "weight": torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8),
-            "scales": torch.randn(outputs, groups).half(),
-            "zeros": torch.randint(0, num_codes, (outputs, groups)).to(torch.uint8),
-            "row_scales": torch.randn(outputs),
+            "weight": torch.randint(0, num_codes, (out_features, in_features)).to(torch.uint8),
+            "scales": torch.randn(out_features, groups).half(),
+            "zeros": torch.randint(0, num_codes, (out_features, groups)).to(torch.uint8),
+            "row_scales": torch.randn(out_features),
         }
     if encoding == "fp8":
-        weight = torch.randint(0, 127, (outputs, inputs)) | torch.randint(0, 2, (outputs, inputs)) << 7
-        return {"weight": weight.to(torch.uint8), "scales": torch.randn(outputs, -(-inputs // FP8_GROUP))}
-    return {"weight": torch.randn(outputs, inputs).to(getattr(torch, encoding))}
+        weight = (
+            torch.randint(0, 127, (out_features, in_features))
+            | torch.randint(0, 2, (out_features, in_features)) << 7
+        )
+        return {
+            "weight": weight.to(torch.uint8),
+            "scales": torch.randn(out_features, -(-in_features // FP8_GROUP)),
+        }
+    return {"weight": torch.randn(out_features, in_features).to(getattr(torch, encoding))}
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @settings(max_examples=num_examples(25))
-@given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
-def test_panels_unpack_to_their_packed_rows(encoding: str, outputs: int, inputs: int, seed: int) -> None:
+@given(out_features=SIZES, in_features=SIZES, seed=st.integers(0, 9))
+def test_panels_unpack_to_their_packed_rows(
+    encoding: str, out_features: int, in_features: int, seed: int
+) -> None:
     torch.manual_seed(seed)
-    rows = random_rows(encoding, outputs, inputs)
+    rows = random_rows(encoding, out_features, in_features)
     panels = panel_layout(encoding).to_panels(rows)
-    unpacked_rows = panel_layout(encoding).from_panels(panels, outputs, inputs)
+    unpacked_rows = panel_layout(encoding).from_panels(panels, out_features, in_features)
     assert unpacked_rows.keys() == rows.keys()
     for name, tensor in rows.items():
         assert unpacked_rows[name].dtype == tensor.dtype
         assert torch.equal(unpacked_rows[name], tensor)
         assert unpacked_rows[name].is_contiguous()
     assert all(tensor.is_contiguous() for tensor in panels.values())
-    assert panels["panels"].shape == panel_layout(encoding).shape(outputs, inputs)
+    assert panels["panels"].shape == panel_layout(encoding).shape(out_features, in_features)
     assert panels["panels"].dtype == panel_layout(encoding).dtype.to_torch()
     assert sum(panel.nbytes for panel in panels.values()) == encoding_named(encoding).num_bytes(
-        outputs, inputs
+        out_features, in_features
     )
-    packed_weight = PackedLinear(encoding, panels, inputs, outputs, layout=PANELS)
+    packed_weight = PackedLinear(encoding, panels, in_features, out_features, layout=PANELS)
     assert torch.equal(unpack_linear(packed_weight), encoding_named(encoding).unpack(rows))
     assert tensors_in_rows(packed_weight).keys() == rows.keys()
 
@@ -86,14 +94,14 @@ def check_weight_in_unit(
     """Check the positions of a code, its scale, its minimum and its factors in the units of a panel."""
     (n, k), bits = weight_index, encoding_named(encoding).bits
     has_factors, size = "factors" in rows, encoding_named(encoding).group_size or 0
-    inputs = 256 if has_factors else max(size, 32)
-    unit = units[k // inputs]
+    in_features = 256 if has_factors else max(size, 32)
+    unit = units[k // in_features]
     num_factors = 128 * sum(name in rows for name in ("factors", "min_factors"))
     if size > 32:  # the unit has one float32 scale
         num_factors = 256
         assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // size]
-    groups = unit[: len(unit) - num_factors].view(inputs // 32, -1)
-    group, step, position = groups[k // 32 % len(groups)], k % 32 // 8, k % 8
+    num_groups = unit[: len(unit) - num_factors].view(in_features // 32, -1)
+    group, step, position = num_groups[k // 32 % len(num_groups)], k % 32 // 8, k % 8
     byte = int(group[256 * step + 4 * column + position % 4])
     code = byte >> 4 if position >= 4 else byte & 15
     if bits == 5:
@@ -117,13 +125,15 @@ def check_weight_in_unit(
         assert "min_factors" not in rows or factors[64 + column] == rows["min_factors"][n, k // 256]
 
 
-@given(outputs=SIZES, inputs=SIZES, data=st.data())
-def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, data: st.DataObject) -> None:
-    n = data.draw(st.integers(0, outputs - 1))
-    k = data.draw(st.integers(0, inputs - 1))
+@given(out_features=SIZES, in_features=SIZES, data=st.data())
+def test_a_weight_lies_at_its_documented_position(
+    out_features: int, in_features: int, data: st.DataObject
+) -> None:
+    n = data.draw(st.integers(0, out_features - 1))
+    k = data.draw(st.integers(0, in_features - 1))
     panel, column = divmod(n, 64)
     for encoding in ENCODINGS:
-        rows = random_rows(encoding, outputs, inputs)
+        rows = random_rows(encoding, out_features, in_features)
         weight, panels = rows["weight"][n, k], panel_layout(encoding).to_panels(rows)["panels"]
         if encoding == "float32":
             assert panels[panel, k, column] == weight
@@ -134,9 +144,9 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
         elif encoding in BLOCKS:
             check_weight_in_unit(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
-            groups, byte = -(-inputs // 128), 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
+            groups, byte = -(-in_features // 128), 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
             assert panels[panel * groups * 8192 + 256 * (k // 4) + 16 * (column // 4) + byte] == weight
-            table = panels[-(-outputs // 64) * groups * 8192 :].view(-1, groups * 256 + 64)[panel]
+            table = panels[-(-out_features // 64) * groups * 8192 :].view(-1, groups * 256 + 64)[panel]
             group_stride, output_stride = table[-64:].view(torch.int32)[:2].tolist()
             scale = table[:-64].view(torch.float32)[k // 128 * group_stride + column * output_stride]
             assert scale == rows["scales"][n, k // 128]
@@ -165,16 +175,16 @@ def test_a_weight_lies_at_its_documented_position(outputs: int, inputs: int, dat
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@given(outputs=SIZES, inputs=SIZES)
-def test_padding_of_panels_is_zero(encoding: str, outputs: int, inputs: int) -> None:
-    panels = panel_layout(encoding).to_panels(random_rows(encoding, outputs, inputs))
+@given(out_features=SIZES, in_features=SIZES)
+def test_padding_of_panels_is_zero(encoding: str, out_features: int, in_features: int) -> None:
+    panels = panel_layout(encoding).to_panels(random_rows(encoding, out_features, in_features))
     multiple = {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
-    padded_outputs, padded_inputs = PANEL * -(-outputs // PANEL), -(-inputs // multiple) * multiple
+    padded_outputs, padded_inputs = PANEL * -(-out_features // PANEL), -(-in_features // multiple) * multiple
     if "scales" in panels:  # padded outputs have no scales
         panels["scales"] = torch.ones(padded_outputs)
     weight = panel_layout(encoding).from_panels(panels, padded_outputs, padded_inputs)["weight"]
-    assert not weight[outputs:].any()
-    assert not weight[:, inputs:].any()
+    assert not weight[out_features:].any()
+    assert not weight[:, in_features:].any()
 
 
 def test_float16_and_weights_packed_by_the_reference_are_stored_in_rows() -> None:
@@ -185,9 +195,9 @@ def test_float16_and_weights_packed_by_the_reference_are_stored_in_rows() -> Non
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
-@given(outputs=SIZES, inputs=SIZES)
-def test_back_ends_pack_panels_as_defined(encoding: str, outputs: int, inputs: int) -> None:
-    weight = torch.randn(outputs, inputs)
+@given(out_features=SIZES, in_features=SIZES)
+def test_back_ends_pack_panels_as_defined(encoding: str, out_features: int, in_features: int) -> None:
+    weight = torch.randn(out_features, in_features)
     expected_panels = panel_layout(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
         packed_weight = ops.pack_linear(weight, encoding)

@@ -15,8 +15,8 @@ BLOCK = 16
 
 def paged_cache(
     lengths: list[int],
-    kv_heads: int,
-    dim: int,
+    num_kv_heads: int,
+    head_dim: int,
     *,
     window: int | None = None,
     is_int8: bool = False,
@@ -32,8 +32,8 @@ def paged_cache(
     block_counts = [-(-length // BLOCK) for length in lengths]
     order = generator.permutation(np.arange(1, sum(block_counts) + 1))
     # NaN, because unwritten slots must not affect results.
-    cache = torch.full((2, sum(block_counts) + 1, kv_heads, BLOCK, dim), torch.nan)
-    scales = torch.zeros(2, sum(block_counts) + 1, kv_heads, BLOCK) if is_int8 or is_fp8 else None
+    cache = torch.full((2, sum(block_counts) + 1, num_kv_heads, BLOCK, head_dim), torch.nan)
+    scales = torch.zeros(2, sum(block_counts) + 1, num_kv_heads, BLOCK) if is_int8 or is_fp8 else None
     if is_int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)
     if is_fp8:
@@ -46,7 +46,7 @@ def paged_cache(
         blocks = torch.from_numpy(order[:count].astype(np.int64))
         order = order[count:]
         tables[sequence, :count] = blocks
-        keys_and_values = generator.normal(size=(2, length, kv_heads, dim)).astype(np.float32)
+        keys_and_values = generator.normal(size=(2, length, num_kv_heads, head_dim)).astype(np.float32)
         positions = torch.arange(length)
         slots = blocks[positions // BLOCK] * BLOCK + positions % BLOCK
         OPS.store_kv(
@@ -222,17 +222,17 @@ def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
         torch.testing.assert_close(rotated[..., 4:8], rotated_pairs.imag)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 20])
-def test_linear_with_bias_and_adapters_equals_torch(rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 20])
+def test_linear_with_bias_and_adapters_equals_torch(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
     weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
     packed_weight = pack_linear(
         weight, "float32", bias=bias, slices=[LinearSlice("first", 0, 4), LinearSlice("second", 4, 9)]
     )
-    x = torch.randn(rows, 6, generator=generator)
+    x = torch.randn(num_rows, 6, generator=generator)
     torch.testing.assert_close(OPS.linear(x, packed_weight), x @ weight.T + bias)
     down, up = torch.randn(2, 3, 6, generator=generator), torch.randn(2, 5, 3, generator=generator)
-    adapters = torch.tensor([-1, 1, 0, 1, -1] * 4)[:rows]
+    adapters = torch.tensor([-1, 1, 0, 1, -1] * 4)[:num_rows]
     adapted_result = OPS.linear(x, packed_weight, lora=LoRAInputs(adapters, {"second": (down, up)}))
     expected = x @ weight.T + bias
     for row, adapter in enumerate(adapters.tolist()):

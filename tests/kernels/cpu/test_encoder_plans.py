@@ -41,8 +41,8 @@ def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Ste
     blocks = ops.sequence_blocks(offsets)
 
     def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
-        q, k, v = heads.unbind(1)
+        num_heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
+        q, k, v = num_heads.unbind(1)
         shared_options = {"scale": 0.25, "blocks": blocks}
         full_result = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
         windowed_result = ops.encoder_attention(
@@ -122,9 +122,9 @@ def test_attention_without_given_blocks_or_with_a_bias_is_not_recorded(ops: CpuO
 
 def test_the_memory_of_graphs_is_bounded(ops: CpuOps) -> None:
     graphs = GraphCache(CpuGraphCompiler(ops), max_bytes=600_000)
-    for rows in (100, 200, 300, 400, 100):
+    for num_rows in (100, 200, 300, 400, 100):
         for _ in range(2):
-            graphs.run(rows, {"x": torch.ones(rows, 128)}, double)
+            graphs.run(num_rows, {"x": torch.ones(num_rows, 128)}, double)
         assert graphs.num_bytes <= 600_000
         assert graphs.num_graphs
     assert graphs.run(1000, {"x": torch.ones(1000, 128)}, double) is None

@@ -26,13 +26,13 @@ def get_lazy_weight(packed: PackedLinear) -> LazyWeight:
 @pytest.mark.matrix
 @pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 33, 300])
 @pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
 def test_products_before_and_after_packing_are_bit_equal(
     ops: CpuOps,
     stored_dtype: torch.dtype,
     encoding: str,
-    rows: int,
+    num_rows: int,
     sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -40,7 +40,7 @@ def test_products_before_and_after_packing_are_bit_equal(
     # the rows are strided and unaligned
     weights = [torch.randn(size, 90).to(stored_dtype)[:, 3:84] for size in sizes]
     dtype = getattr(torch, encoding)
-    x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
+    x, bias = torch.randn(num_rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
     packed_weight = ops.pack_lazily(weights, encoding, bias=bias)
     expected = ops.linear(x, ops.pack_linear(weights, encoding, bias=bias))
     assert torch.equal(ops.linear(x, packed_weight), expected)

@@ -87,30 +87,30 @@ def test_products_agree_with_the_definition(
         assert torch.equal(y, expected)  # sums of integers do not depend on their order
 
 
-def rows_with_outliers(inputs: int) -> Tensor:
-    """Return rows ``[60, inputs]`` with outliers. Some rows need more than the maximum of extra bytes.
+def rows_with_outliers(in_features: int) -> Tensor:
+    """Return rows ``[60, in_features]`` with outliers. Some rows need more than the maximum of extra bytes.
 
     A number takes n extra bytes if its magnitude is above 127 n and at most 127 (n + 1) times the scale.
     """
-    x = torch.randn(60, inputs)
+    x = torch.randn(60, in_features)
     for row in range(1, len(x)):
-        count = min(row % 20, inputs)
-        positions = torch.randperm(inputs)[:count]
+        count = min(row % 20, in_features)
+        positions = torch.randperm(in_features)[:count]
         x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
     x[
-        -1, : min(15, inputs // 32)
+        -1, : min(15, in_features // 32)
     ] = -2.0  # each outlier needs one extra byte if it is scaled to 127 times 1.5 or 2
     x[-2] = x[-1]
     x[-2, -1:] = 2.0  # one outlier more than the maximum number of extra bytes
     return x
 
 
-@pytest.mark.parametrize("inputs", [31, 64, 576, 1500, 4100])
+@pytest.mark.parametrize("in_features", [31, 64, 576, 1500, 4100])
 def test_products_of_rows_with_outliers_agree_with_the_definition(
-    ops: CpuOps, dtype: torch.dtype, inputs: int
+    ops: CpuOps, dtype: torch.dtype, in_features: int
 ) -> None:
-    weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
+    weight, x = torch.randn(70, in_features), rows_with_outliers(in_features).to(dtype)
     packed_weight = pack_with_bias(ops, weight, "int8")
     y = ops.linear(x, packed_weight)
     expected, terms = expected_product(weight, "int8", x, None)
@@ -162,27 +162,30 @@ def test_rows_of_results_above_4_mib_equal_rows_of_smaller_results(ops: CpuOps, 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("invalid_value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("num_rows", [5, 40])
 @pytest.mark.parametrize("position", [0, 130])  # within a full SIMD vector, and in the remainder of the row
 def test_only_a_row_with_a_non_finite_value_gives_nan(
-    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, invalid_value: float
+    ops: CpuOps, encoding: str, dtype: torch.dtype, num_rows: int, position: int, invalid_value: float
 ) -> None:
-    x, packed_weight = torch.randn(rows, 131).to(dtype), pack_with_bias(ops, torch.randn(70, 131), encoding)
+    x, packed_weight = (
+        torch.randn(num_rows, 131).to(dtype),
+        pack_with_bias(ops, torch.randn(70, 131), encoding),
+    )
     plain_result = ops.linear(x, packed_weight)
     x[3, position] = invalid_value
     y = ops.linear(x, packed_weight)
     assert y[3].isnan().all()
-    other_rows = [row for row in range(rows) if row != 3]
+    other_rows = [row for row in range(num_rows) if row != 3]
     assert torch.equal(y[other_rows], plain_result[other_rows])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("rows", [1, 9])
-def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, rows: int) -> None:
-    inputs = 14336
-    packed_weight = pack_with_bias(ops, torch.full((2, inputs), 127.0 * sign), "int8")
-    y = ops.linear(torch.full((rows, inputs), 127.0), packed_weight)
-    assert torch.equal(y, torch.full((rows, 2), float(127 * 127 * inputs * sign)))
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, num_rows: int) -> None:
+    in_features = 14336
+    packed_weight = pack_with_bias(ops, torch.full((2, in_features), 127.0 * sign), "int8")
+    y = ops.linear(torch.full((num_rows, in_features), 127.0), packed_weight)
+    assert torch.equal(y, torch.full((num_rows, 2), float(127 * 127 * in_features * sign)))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

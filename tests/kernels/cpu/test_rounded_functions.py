@@ -40,24 +40,24 @@ def test_gelu_of_infinity_is_infinity_and_of_minus_infinity_or_nan_is_nan(ops: C
     assert y[0].isnan().tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("rows", [3, 150])
+@pytest.mark.parametrize("num_rows", [3, 150])
 @pytest.mark.parametrize("scale", [0.05, 0.125, 1.0])
-def test_weights_of_attention_add_up_to_one(ops: CpuOps, rows: int, scale: float) -> None:
+def test_weights_of_attention_add_up_to_one(ops: CpuOps, num_rows: int, scale: float) -> None:
     """All values are 1, so each output is the sum of the weights. Scores differ by up to 60."""
     torch.manual_seed(0)
-    q, k = torch.randn(2, rows, 3, 64).bfloat16()
-    offsets = torch.tensor([0, rows], dtype=torch.int32)
+    q, k = torch.randn(2, num_rows, 3, 64).bfloat16()
+    offsets = torch.tensor([0, num_rows], dtype=torch.int32)
     for is_causal in (False, True):
         out = ops.encoder_attention(q, k, torch.ones_like(k), offsets, scale=scale, is_causal=is_causal)
         assert (out == 1).all()
 
 
-@pytest.mark.parametrize("rows", [3, 150, 700])
+@pytest.mark.parametrize("num_rows", [3, 150, 700])
 @pytest.mark.parametrize("scale", [0.125, 1.0])
-def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, rows: int, scale: float) -> None:
-    torch.manual_seed(rows)
-    q, k, v = torch.randn(3, rows, 2, 64).bfloat16()
-    offsets = torch.tensor([0, rows], dtype=torch.int32)
+def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, num_rows: int, scale: float) -> None:
+    torch.manual_seed(num_rows)
+    q, k, v = torch.randn(3, num_rows, 2, 64).bfloat16()
+    offsets = torch.tensor([0, num_rows], dtype=torch.int32)
     out = ops.encoder_attention(q, k, v, offsets, scale=scale).double()
     weights = (torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, v.double())

@@ -106,18 +106,18 @@ def test_attention_is_bit_equal_on_any_number_of_threads(
 
 
 @pytest.mark.usefixtures("_restore_num_threads")
-@pytest.mark.parametrize(("outputs", "inputs"), [(1030, 520), (64, 2051), (7, 3)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1030, 520), (64, 2051), (7, 3)])
 def test_linear_rows_are_bit_equal_alone_and_in_a_batch(
-    ops: CpuOps, dtype: torch.dtype, outputs: int, inputs: int
+    ops: CpuOps, dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
-    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
     packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias)
-    x = torch.randn(600, inputs + 3).to(dtype)[:, 1:-2]
+    x = torch.randn(600, in_features + 3).to(dtype)[:, 1:-2]
     batch_result = ops.linear(x, packed_weight)
     torch.set_num_threads(2)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
-        assert torch.equal(ops.linear(x[:rows], packed_weight), batch_result[:rows])
-        assert torch.equal(ops.linear(x[-rows:], packed_weight), batch_result[-rows:])
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
+        assert torch.equal(ops.linear(x[:num_rows], packed_weight), batch_result[:num_rows])
+        assert torch.equal(ops.linear(x[-num_rows:], packed_weight), batch_result[-num_rows:])
 
 
 @pytest.mark.usefixtures("_restore_num_threads")
@@ -126,8 +126,8 @@ def test_linear_with_few_panels_is_bit_equal_on_any_number_of_threads(ops: CpuOp
     """The weight has 3 panels, so that the rows are divided into more chunks if there are 2 or 5 threads."""
     torch.manual_seed(0)
     packed_weight = ops.pack_linear(torch.randn(150, 200), encoding)
-    for rows in (47, 48, 104, 300):
-        x = torch.randn(rows, 200).bfloat16()
+    for num_rows in (47, 48, 104, 300):
+        x = torch.randn(num_rows, 200).bfloat16()
         torch.set_num_threads(1)
         expected = ops.linear(x, packed_weight)
         for num_threads in (2, 5):

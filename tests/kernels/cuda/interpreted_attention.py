@@ -89,11 +89,11 @@ def attention_inputs(case: AttentionCase) -> tuple[Tensor, LayerKV, Tensor, Tens
     )
     offsets = torch.tensor([0, *(rows for rows, _ in case.sequences)]).cumsum(0).int()
     lengths = torch.tensor([length for _, length in case.sequences]).int()
-    heads = case.group * case.kv_heads
-    q = torch.randn(int(offsets[-1]), heads, case.dim + 3).to(case.dtype)[:, :, : case.dim]
+    num_heads = case.group * case.kv_heads
+    q = torch.randn(int(offsets[-1]), num_heads, case.dim + 3).to(case.dtype)[:, :, : case.dim]
     options: dict[str, Any] = {"scale": case.dim**-0.5, "soft_cap": case.soft_cap}
     if case.has_sinks:
-        options["sinks"] = torch.randn(heads)
+        options["sinks"] = torch.randn(num_heads)
     if case.span:
         bounds = []
         for rows, length in case.sequences:
@@ -222,9 +222,9 @@ def test_soft_cap_sinks_spans_and_window_change_the_result() -> None:
 @pytest.mark.random
 @settings(max_examples=num_examples(6))
 @given(
-    dim=st.sampled_from([16, 40, 64, 80, 96, 112, 128, 192, 256]),
+    head_dim=st.sampled_from([16, 40, 64, 80, 96, 112, 128, 192, 256]),
     group=st.sampled_from([1, 2, 3, 5]),
-    kv_heads=st.integers(1, 2),
+    num_kv_heads=st.integers(1, 2),
     dtype=st.sampled_from(list(TOLERANCE)),
     rows=st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any),
     window=st.sampled_from([None, 1, 5, 100]),
@@ -233,9 +233,9 @@ def test_soft_cap_sinks_spans_and_window_change_the_result() -> None:
     seed=st.integers(0, 2**16),
 )
 def test_random_encoder_batches_agree_with_the_reference(
-    dim: int,
+    head_dim: int,
     group: int,
-    kv_heads: int,
+    num_kv_heads: int,
     dtype: torch.dtype,
     rows: list[int],
     window: int | None,
@@ -245,14 +245,16 @@ def test_random_encoder_batches_agree_with_the_reference(
 ) -> None:
     torch.manual_seed(seed)
     offsets = torch.tensor([0, *rows]).cumsum(0).int()
-    heads = group * kv_heads
+    num_heads = group * num_kv_heads
     q, k, v = (
-        torch.randn(sum(rows), heads + 2 * kv_heads, dim).to(dtype).split([heads, kv_heads, kv_heads], 1)
+        torch.randn(sum(rows), num_heads + 2 * num_kv_heads, head_dim)
+        .to(dtype)
+        .split([num_heads, num_kv_heads, num_kv_heads], 1)
     )
-    bias = torch.randn(heads, 2 * 40 + 1) if has_bias else None
+    bias = torch.randn(num_heads, 2 * 40 + 1) if has_bias else None
     actual, expected = (
         back_end.encoder_attention(
-            q, k, v, offsets, scale=dim**-0.5, window=window, is_causal=is_causal, bias=bias
+            q, k, v, offsets, scale=head_dim**-0.5, window=window, is_causal=is_causal, bias=bias
         )
         for back_end in (CudaOps(), REFERENCE)
     )

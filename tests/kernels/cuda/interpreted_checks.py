@@ -123,16 +123,21 @@ def test_routes_agree_with_the_reference(ops: CudaOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
 def test_float_products_of_a_single_row_agree_with_the_reference(
-    ops: CudaOps, dtype: torch.dtype, outputs: int, inputs: int
+    ops: CudaOps, dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
-    weight, x = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(1, 2 * inputs).to(dtype)
-    for bias in (None, torch.randn(outputs)):
+    weight, x = (
+        (torch.randn(out_features, in_features) / in_features**0.5).to(dtype),
+        torch.randn(1, 2 * in_features).to(dtype),
+    )
+    for bias in (None, torch.randn(out_features)):
         packed_weight = ops.pack_linear(
             weight, "float32" if dtype == torch.float32 else "bfloat16", bias=bias
         )
-        assert_close(ops.linear(x[:, :inputs], packed_weight), REFERENCE.linear(x[:, :inputs], packed_weight))
+        assert_close(
+            ops.linear(x[:, :in_features], packed_weight), REFERENCE.linear(x[:, :in_features], packed_weight)
+        )
 
 
 # ---- attention ----
@@ -147,14 +152,14 @@ def test_attention_without_sequences_is_empty(ops: CudaOps) -> None:
 
 def paged_cache(
     rows_and_lengths: Sequence[tuple[int, int]],
-    kv_heads: int = 2,
-    dim: int = 16,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     **fields: object,
 ) -> tuple[LayerKV, Tensor, Tensor]:
     """Return a KV cache, row offsets and lengths. Values after the end of a sequence are NaN."""
     block_counts = [-(-length // 16) for _, length in rows_and_lengths]
-    cache = torch.full((2, sum(block_counts) + 1, kv_heads, 16, dim), torch.nan)
+    cache = torch.full((2, sum(block_counts) + 1, num_kv_heads, 16, head_dim), torch.nan)
     cache[:, 0] = 0
     ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
     tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
@@ -162,7 +167,7 @@ def paged_cache(
         tables[b, : block_counts[b]] = ids[b]
         for column, block in enumerate(ids[b].tolist()):
             num_filled = min(16, length - 16 * column)
-            cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
+            cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
     rows = torch.tensor([0, *(n for n, _ in rows_and_lengths)])
     kv = LayerKV(cache.to(dtype), tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
     return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
@@ -342,8 +347,8 @@ def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: Cuda
 def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
     """The kernel multiplies by weights without row scales, which may exceed the range of float16."""
     packed_weight, reference_weight = call_both(ops, "pack_linear", torch.eye(20, 70) / 9, encoding)
-    for rows in (1, 3):
-        x = torch.randn(rows, 70).half()
+    for num_rows in (1, 3):
+        x = torch.randn(num_rows, 70).half()
         assert_close(
             ops.linear(x, packed_weight).float(), REFERENCE.linear(x, reference_weight).float(), 2.0**-9
         )
@@ -374,8 +379,8 @@ def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> 
     assert_close(ops.linear(x, packed_weight), x @ weight.T)
     exact_weight = unpack_linear(packed_weight)  # `unpack_linear` packs the lazy weight first
     assert packed_weight.layout != NIBBLES
-    for rows in (1, 3, 70):
-        assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
+    for num_rows in (1, 3, 70):
+        assert_close(ops.linear(x[:num_rows], packed_weight), x[:num_rows] @ exact_weight.T)
 
 
 def test_products_with_permuted_inputs_agree_with_the_reference(ops: CudaOps) -> None:
