@@ -66,13 +66,13 @@ def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> No
 def test_means_of_sequences_equal_torch_and_do_not_depend_on_other_sequences(
     ops: Ops, dtype: torch.dtype, width: int
 ) -> None:
-    offsets = [0, *accumulate([3, 1, 70, 5, 200])]
-    x = torch.randn(offsets[-1], 2 * width).to(dtype)[:, :width]
-    actual = ops.sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    row_offsets = [0, *accumulate([3, 1, 70, 5, 200])]
+    x = torch.randn(row_offsets[-1], 2 * width).to(dtype)[:, :width]
+    actual = ops.sequence_means(x, torch.tensor(row_offsets, dtype=torch.int32))
     assert actual.dtype == torch.float32
-    expected = ReferenceOps().sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    expected = ReferenceOps().sequence_means(x, torch.tensor(row_offsets, dtype=torch.int32))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    for (start, stop), mean in zip(pairwise(offsets), actual, strict=True):
+    for (start, stop), mean in zip(pairwise(row_offsets), actual, strict=True):
         torch.testing.assert_close(mean, x[start:stop].float().mean(0), rtol=1e-5, atol=1e-6)
         single_result = ops.sequence_means(x[start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
         assert torch.equal(single_result[0], mean)

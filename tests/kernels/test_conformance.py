@@ -272,11 +272,11 @@ def test_routes_by_sigmoid_scores_in_groups_agree_with_their_definition() -> Non
     topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
     for row in range(9):
         scores = logits[row].sigmoid()
-        ranks = (scores + bias).tolist()
-        group_scores = [sum(sorted(ranks[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
+        ranking_scores = (scores + bias).tolist()
+        group_scores = [sum(sorted(ranking_scores[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
         selected_groups = sorted(range(4), key=lambda g: -group_scores[g])[:2]
         order = sorted(
-            (i for g in selected_groups for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i]
+            (i for g in selected_groups for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranking_scores[i]
         )[:3]
         assert topk_ids[row].tolist() == order
         expected = 2.5 * scores[order] / scores[order].sum()
@@ -411,16 +411,18 @@ def layer_with_adapters(
 
     With ``has_different_ranks``, values of the matrices beyond the rank of an adapter are NaN.
     """
-    sizes = {"q": 37, "k": 8, "v": 24}
+    slice_sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
-    slices = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
+    slices = [
+        LinearSlice(n, end - size, end) for (n, size), end in zip(slice_sizes.items(), stops, strict=True)
+    ]
     weight = torch.randn(stops[-1], in_features) / in_features**0.5
     packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=slices)
     num_adapters = max(int(rows.max()) + 1, 1)
     matrices, ranks = {}, {}
     for name in ("q", "v"):
         down = (torch.randn(num_adapters, rank, in_features) / in_features**0.5).to(dtype)
-        up = (torch.randn(num_adapters, rank, sizes[name]) / rank**0.5).to(dtype)
+        up = (torch.randn(num_adapters, rank, slice_sizes[name]) / rank**0.5).to(dtype)
         if has_different_ranks:
             ranks[name] = torch.randint(0, rank + 1, (num_adapters,))
             for adapter, adapter_rank in enumerate(ranks[name].tolist()):
@@ -564,21 +566,21 @@ def ragged_batch(
     rows = torch.tensor([n for n, _ in rows_and_lengths])
     lengths = torch.tensor([length for _, length in rows_and_lengths])
     block_counts = [-(-length // block_size) for length in lengths.tolist()]
-    ids = (torch.randperm(sum(block_counts)) + 1).tolist()
-    cache = torch.full((2, len(ids) + 1, num_kv_heads, block_size, head_dim), torch.nan)
+    block_ids = (torch.randperm(sum(block_counts)) + 1).tolist()
+    cache = torch.full((2, len(block_ids) + 1, num_kv_heads, block_size, head_dim), torch.nan)
     cache[:, 0] = 0
-    tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
+    block_tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     slots = []
     for b, (n, length) in enumerate(rows_and_lengths):
         num_freed = 0 if window is None else max(0, length - n - window + 1) // block_size
         for column in range(num_freed, block_counts[b]):  # blocks before the window are the null block
-            tables[b, column] = block = ids.pop()
+            block_tables[b, column] = block = block_ids.pop()
             num_filled = min(block_size, length - column * block_size)
             cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
         positions = torch.arange(length - n, length)
-        slots.append(tables[b, positions // block_size].long() * block_size + positions % block_size)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
-    return Batch(LayerKV(cache.to(dtype), tables, torch.cat(slots), window), offsets, lengths.int())
+        slots.append(block_tables[b, positions // block_size].long() * block_size + positions % block_size)
+    row_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
+    return Batch(LayerKV(cache.to(dtype), block_tables, torch.cat(slots), window), row_offsets, lengths.int())
 
 
 def attend(ops: Ops, q: Tensor, batch: Batch, **options: object) -> Tensor:

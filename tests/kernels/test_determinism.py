@@ -347,26 +347,33 @@ def attend(
     """
     window = options.pop("window", None)
     block_counts = [-(-end // block_size) for _, _, end in sequences]
-    ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
-    kv_heads, dim = sequences[0][0].keys_and_values.shape[1], sequences[0][0].keys_and_values.shape[3]
-    cache = torch.full(
-        (2, sum(block_counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=sequences[0][0].q.dtype
+    block_ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
+    num_kv_heads, head_dim = (
+        sequences[0][0].keys_and_values.shape[1],
+        sequences[0][0].keys_and_values.shape[3],
     )
-    tables = torch.zeros(len(sequences), max(block_counts), dtype=torch.int32)
+    cache = torch.full(
+        (2, sum(block_counts) + 1, num_kv_heads, block_size, head_dim),
+        torch.nan,
+        dtype=sequences[0][0].q.dtype,
+    )
+    block_tables = torch.zeros(len(sequences), max(block_counts), dtype=torch.int32)
     for b, (sequence, _, end) in enumerate(sequences):
         keys_so_far = F.pad(
             sequence.keys_and_values[:, :, :end],
             (0, 0, 0, block_counts[b] * block_size - end),
             value=torch.nan,
         )
-        cache[:, ids[b].long()] = keys_so_far.unflatten(2, (block_counts[b], block_size)).transpose(1, 2)
-        tables[b, : block_counts[b]] = ids[b]
-    rows = [end - start for _, start, end in sequences]
-    offsets = torch.tensor([0, *rows]).cumsum(0).int()
+        cache[:, block_ids[b].long()] = keys_so_far.unflatten(2, (block_counts[b], block_size)).transpose(
+            1, 2
+        )
+        block_tables[b, : block_counts[b]] = block_ids[b]
+    row_counts = [end - start for _, start, end in sequences]
+    row_offsets = torch.tensor([0, *row_counts]).cumsum(0).int()
     lengths = torch.tensor([end for _, _, end in sequences]).int()
-    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
+    kv = LayerKV(cache, block_tables, torch.empty(0, dtype=torch.int64), window)
     q = torch.cat([sequence.q[start:end] for sequence, start, end in sequences])
-    return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))
+    return list(ops.attention(q, kv, row_offsets, lengths, scale=head_dim**-0.5, **options).split(row_counts))
 
 
 LENGTH = 1150

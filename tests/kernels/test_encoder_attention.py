@@ -75,13 +75,15 @@ def test_encoder_attention_agrees_with_the_reference(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[batch_name], num_heads, num_kv_heads, head_dim, dtype)
+    q, k, v, row_offsets = random_batch(
+        LENGTHS_OF_BATCH[batch_name], num_heads, num_kv_heads, head_dim, dtype
+    )
     for bias in (None, torch.randn(num_heads, 2 * max(LENGTHS_OF_BATCH[batch_name]) + 5)):
         attention_options = {"scale": head_dim**-0.5, "bias": bias, **OPTIONS[options]}
-        expected = ReferenceOps().encoder_attention(q, k, v, offsets, **attention_options)
+        expected = ReferenceOps().encoder_attention(q, k, v, row_offsets, **attention_options)
         tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(
-            ops.encoder_attention(q, k, v, offsets, **attention_options),
+            ops.encoder_attention(q, k, v, row_offsets, **attention_options),
             expected,
             rtol=tolerance,
             atol=tolerance,
@@ -103,10 +105,10 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
 ) -> None:
     attention_options = {"scale": 0.2, **OPTIONS[options]}
     for back_end in (ops, ReferenceOps()):
-        q, k, v, offsets = random_batch(LENGTHS_OF_BATCH[batch_name], 4, 2, head_dim, dtype)
+        q, k, v, row_offsets = random_batch(LENGTHS_OF_BATCH[batch_name], 4, 2, head_dim, dtype)
         for bias in (None, torch.randn(4, 2 * max(LENGTHS_OF_BATCH[batch_name]) + 5)):
-            full_result = back_end.encoder_attention(q, k, v, offsets, bias=bias, **attention_options)
-            for start, stop in pairwise(offsets.tolist()):
+            full_result = back_end.encoder_attention(q, k, v, row_offsets, bias=bias, **attention_options)
+            for start, stop in pairwise(row_offsets.tolist()):
                 single_offsets = torch.tensor([0, stop - start], dtype=torch.int32)
                 rows = slice(start, stop)
                 single_result = back_end.encoder_attention(
@@ -116,9 +118,9 @@ def test_a_sequence_is_bit_equal_alone_and_in_a_batch(
 
 
 def test_the_reference_equals_scaled_dot_product_attention_of_torch() -> None:
-    q, k, v, offsets = random_batch([9], 4, 2, 8, torch.float32)
+    q, k, v, row_offsets = random_batch([9], 4, 2, 8, torch.float32)
     for is_causal in (False, True):
-        actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=8**-0.5, is_causal=is_causal)
+        actual = ReferenceOps().encoder_attention(q, k, v, row_offsets, scale=8**-0.5, is_causal=is_causal)
         reference = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=is_causal, enable_gqa=True
         )
@@ -127,9 +129,9 @@ def test_the_reference_equals_scaled_dot_product_attention_of_torch() -> None:
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 16)])
 def test_window_and_bias_of_the_reference_match_their_definition(num_heads: int, head_dim: int) -> None:
-    q, k, v, offsets = random_batch([11], num_heads, num_heads, head_dim, torch.float32)
+    q, k, v, row_offsets = random_batch([11], num_heads, num_heads, head_dim, torch.float32)
     bias = torch.randn(num_heads, 2 * 13 - 1)
-    actual = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
+    actual = ReferenceOps().encoder_attention(q, k, v, row_offsets, scale=1.0, window=3, bias=bias)
     for query in range(11):
         for head in range(num_heads):
             visible_keys = range(max(0, query - 3), min(11, query + 4))
@@ -140,10 +142,10 @@ def test_window_and_bias_of_the_reference_match_their_definition(num_heads: int,
 
 
 def test_given_sequence_blocks_do_not_change_the_result(ops: Ops) -> None:
-    q, k, v, offsets = random_batch([5, 70], 2, 2, 16, torch.float32)
-    result = ops.encoder_attention(q, k, v, offsets, scale=1.0)
-    blocks = ops.sequence_blocks(offsets)
-    assert torch.equal(result, ops.encoder_attention(q, k, v, offsets, scale=1.0, blocks=blocks))
+    q, k, v, row_offsets = random_batch([5, 70], 2, 2, 16, torch.float32)
+    result = ops.encoder_attention(q, k, v, row_offsets, scale=1.0)
+    blocks = ops.sequence_blocks(row_offsets)
+    assert torch.equal(result, ops.encoder_attention(q, k, v, row_offsets, scale=1.0, blocks=blocks))
     other_offsets = random_batch([70, 5], 2, 2, 16, torch.float32)[3]
     other_result = ops.encoder_attention(
         q, k, v, other_offsets, scale=1.0, blocks=ops.sequence_blocks(other_offsets)

@@ -16,8 +16,8 @@ from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL
 from penstock.kernels.linear import ROWS, tensors_in_rows
 from penstock.kernels.panels import PanelLayout
 
-BLOCKS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z")
-ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "fp8", *BLOCKS)
+BLOCK_ENCODINGS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z")
+ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "fp8", *BLOCK_ENCODINGS)
 SIZES = st.integers(1, 150)
 
 
@@ -29,7 +29,7 @@ def panel_layout(encoding: str) -> PanelLayout:
 
 def random_rows(encoding: str, out_features: int, in_features: int) -> dict[str, Tensor]:
     """Return random tensors of an encoding, with values that packing may never produce."""
-    if encoding in BLOCKS:
+    if encoding in BLOCK_ENCODINGS:
         rows = encoding_named(encoding).pack(torch.randn(out_features, in_features))
         rows["weight"] = torch.randint(0, 1 << encoding_named(encoding).bits, (out_features, in_features)).to(
             torch.uint8
@@ -43,11 +43,11 @@ def random_rows(encoding: str, out_features: int, in_features: int) -> dict[str,
         weight = torch.randint(-limit, limit, (out_features, in_features)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(out_features, -(-in_features // GROUP)).half()}
     if encoding in ("uint8", "uint4"):
-        num_codes, groups = 1 << int(encoding[4]), -(-in_features // GROUP)
+        num_codes, num_groups = 1 << int(encoding[4]), -(-in_features // GROUP)
         return {
             "weight": torch.randint(0, num_codes, (out_features, in_features)).to(torch.uint8),
-            "scales": torch.randn(out_features, groups).half(),
-            "zeros": torch.randint(0, num_codes, (out_features, groups)).to(torch.uint8),
+            "scales": torch.randn(out_features, num_groups).half(),
+            "zeros": torch.randint(0, num_codes, (out_features, num_groups)).to(torch.uint8),
             "row_scales": torch.randn(out_features),
         }
     if encoding == "fp8":
@@ -93,14 +93,14 @@ def check_weight_in_unit(
 ) -> None:
     """Check the positions of a code, its scale, its minimum and its factors in the units of a panel."""
     (n, k), bits = weight_index, encoding_named(encoding).bits
-    has_factors, size = "factors" in rows, encoding_named(encoding).group_size or 0
-    in_features = 256 if has_factors else max(size, 32)
+    has_factors, inputs_per_scale = "factors" in rows, encoding_named(encoding).group_size or 0
+    in_features = 256 if has_factors else max(inputs_per_scale, 32)
     unit = units[k // in_features]
-    num_factors = 128 * sum(name in rows for name in ("factors", "min_factors"))
-    if size > 32:  # the unit has one float32 scale
-        num_factors = 256
-        assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // size]
-    num_groups = unit[: len(unit) - num_factors].view(in_features // 32, -1)
+    factor_bytes = 128 * sum(name in rows for name in ("factors", "min_factors"))
+    if inputs_per_scale > 32:  # the unit has one float32 scale
+        factor_bytes = 256
+        assert unit[-256:].view(torch.float32)[column] == rows["scales"][n, k // inputs_per_scale]
+    num_groups = unit[: len(unit) - factor_bytes].view(in_features // 32, -1)
     group, step, position = num_groups[k // 32 % len(num_groups)], k % 32 // 8, k % 8
     byte = int(group[256 * step + 4 * column + position % 4])
     code = byte >> 4 if position >= 4 else byte & 15
@@ -110,17 +110,17 @@ def check_weight_in_unit(
         word = int(group[1024 + 256 * (step // 2) + 4 * column + position % 4])
         code |= (word >> 2 * (2 * (step % 2) + position // 4) & 3) << 4
     assert code == rows["weight"][n, k]
-    if size > 32:
+    if inputs_per_scale > 32:
         return
     after_codes = group[256 * bits :]
     scale = rows["scales"]
-    group_scales = after_codes[: 64 * scale.itemsize * 32 // size].view(scale.dtype)
-    assert group_scales[k % 32 // size * 64 + column] == scale[n, k // size]
+    group_scales = after_codes[: 64 * scale.itemsize * 32 // inputs_per_scale].view(scale.dtype)
+    assert group_scales[k % 32 // inputs_per_scale * 64 + column] == scale[n, k // inputs_per_scale]
     if "minima" in rows:
         minimum = rows["minima"]
         assert after_codes[-64 * minimum.itemsize :].view(minimum.dtype)[column] == minimum[n, k // 32]
     if has_factors:
-        factors = unit[len(unit) - num_factors :].view(torch.float16)
+        factors = unit[len(unit) - factor_bytes :].view(torch.float16)
         assert factors[column] == rows["factors"][n, k // 256]
         assert "min_factors" not in rows or factors[64 + column] == rows["min_factors"][n, k // 256]
 
@@ -141,12 +141,14 @@ def test_a_weight_lies_at_its_documented_position(
             assert panels[panel, k // 2, column, k % 2] == weight
         elif encoding == "int8":
             assert panels[panel, k // 4, column, k % 4] == int(weight) + 128
-        elif encoding in BLOCKS:
+        elif encoding in BLOCK_ENCODINGS:
             check_weight_in_unit(panels[panel], rows, encoding, column, (n, k))
         elif encoding == "fp8":
-            groups, byte = -(-in_features // 128), 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
-            assert panels[panel * groups * 8192 + 256 * (k // 4) + 16 * (column // 4) + byte] == weight
-            table = panels[-(-out_features // 64) * groups * 8192 :].view(-1, groups * 256 + 64)[panel]
+            num_groups, byte = -(-in_features // 128), 8 * (k % 4 // 2) + 2 * (column % 4) + k % 2
+            assert panels[panel * num_groups * 8192 + 256 * (k // 4) + 16 * (column // 4) + byte] == weight
+            table = panels[-(-out_features // 64) * num_groups * 8192 :].view(-1, num_groups * 256 + 64)[
+                panel
+            ]
             group_stride, output_stride = table[-64:].view(torch.int32)[:2].tolist()
             scale = table[:-64].view(torch.float32)[k // 128 * group_stride + column * output_stride]
             assert scale == rows["scales"][n, k // 128]

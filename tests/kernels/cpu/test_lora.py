@@ -31,10 +31,10 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 @pytest.fixture(params=[2, 5])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    previous_threads = torch.get_num_threads()
+    previous_num_threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(previous_threads)
+    torch.set_num_threads(previous_num_threads)
 
 
 def empty_inputs(in_features: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:

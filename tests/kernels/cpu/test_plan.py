@@ -99,12 +99,12 @@ def step_with_many_operations(ops: CpuOps, encoding: str, width: int) -> Step:
 def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return the inputs of a step with one row and four blocks per sequence."""
     last_positions = torch.tensor(lengths) - 1
-    tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
+    block_tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
     return {
         "tokens": torch.randint(0, 50, (len(lengths),)),
         "positions": last_positions,
-        "tables": tables.int(),
-        "slots": tables[torch.arange(len(lengths)), last_positions // 16] * 16 + last_positions % 16,
+        "tables": block_tables.int(),
+        "slots": block_tables[torch.arange(len(lengths)), last_positions // 16] * 16 + last_positions % 16,
         "offsets": torch.arange(len(lengths) + 1).int(),
         "lengths": torch.tensor(lengths).int(),
         "last": torch.tensor([0]),
@@ -268,7 +268,7 @@ def tiny_language_model(ops: CpuOps) -> Step:
 
 
 def advance_inputs(step_inputs: Mapping[str, Tensor], num_steps: int) -> dict[str, Tensor]:
-    """Return the inputs, except for the tokens, of the step that is ``num_steps`` steps later."""
+    """Return the inputs of the step that is ``num_steps`` steps later. The tokens stay unchanged."""
     lengths = step_inputs["lengths"].long() + num_steps
     last_positions = lengths - 1
     slots = (
@@ -308,7 +308,7 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
         make_sampling_inputs(num_rows, temperature),
         torch.rand(num_steps, num_rows, dtype=torch.float64),
     )
-    steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
+    steps = [advance_inputs(step_inputs, num_later_steps) for num_later_steps in range(num_steps)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }
@@ -330,7 +330,7 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     step, num_steps = tiny_language_model(ops), 8
     step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, step)
-    steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
+    steps = [advance_inputs(step_inputs, num_later_steps) for num_later_steps in range(num_steps)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }
@@ -364,7 +364,7 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
     step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     step_inputs["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
     plan, _ = compile_step(ops, step_inputs, add_noise)
-    steps = [advance_inputs(step_inputs, ahead) for ahead in range(3)]
+    steps = [advance_inputs(step_inputs, num_later_steps) for num_later_steps in range(3)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }

@@ -57,14 +57,14 @@ def expected_product(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | No
     tensors = linear_encoding.pack(weight)
     float_bias = None if bias is None else bias.float()
     y = linear_encoding.multiply(x.float(), tensors, float_bias)
-    terms = x.float().abs() @ linear_encoding.unpack(tensors).abs().T
-    return y, terms if float_bias is None else terms + float_bias.abs()
+    magnitude_sums = x.float().abs() @ linear_encoding.unpack(tensors).abs().T
+    return y, magnitude_sums if float_bias is None else magnitude_sums + float_bias.abs()
 
 
-def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
+def assert_is_rounded(y: Tensor, expected: Tensor, magnitude_sums: Tensor) -> None:
     """Check that ``y`` equals ``expected`` up to a few float32 roundings and one to the type of ``y``."""
     rounding = 0.0 if y.dtype == torch.float32 else 2**-8
-    assert bool(((y.float() - expected).abs() <= rounding * expected.abs() + 2**-21 * terms).all())
+    assert bool(((y.float() - expected).abs() <= rounding * expected.abs() + 2**-21 * magnitude_sums).all())
 
 
 @pytest.mark.matrix
@@ -81,8 +81,8 @@ def test_products_agree_with_the_definition(
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
     y = ops.linear(x, pack_with_bias(ops, weight, encoding, bias))
     assert y.dtype == dtype
-    expected, terms = expected_product(weight, encoding, x, bias)
-    assert_is_rounded(y, expected, terms)
+    expected, magnitude_sums = expected_product(weight, encoding, x, bias)
+    assert_is_rounded(y, expected, magnitude_sums)
     if encoding == "int8" and dtype == torch.float32:
         assert torch.equal(y, expected)  # sums of integers do not depend on their order
 
@@ -94,9 +94,9 @@ def rows_with_outliers(in_features: int) -> Tensor:
     """
     x = torch.randn(60, in_features)
     for row in range(1, len(x)):
-        count = min(row % 20, in_features)
-        positions = torch.randperm(in_features)[:count]
-        x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
+        num_outliers = min(row % 20, in_features)
+        positions = torch.randperm(in_features)[:num_outliers]
+        x[row, positions] *= 10 ** torch.empty(num_outliers).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
     x[
         -1, : min(15, in_features // 32)
@@ -113,8 +113,8 @@ def test_products_of_rows_with_outliers_agree_with_the_definition(
     weight, x = torch.randn(70, in_features), rows_with_outliers(in_features).to(dtype)
     packed_weight = pack_with_bias(ops, weight, "int8")
     y = ops.linear(x, packed_weight)
-    expected, terms = expected_product(weight, "int8", x, None)
-    assert_is_rounded(y, expected, terms)
+    expected, magnitude_sums = expected_product(weight, "int8", x, None)
+    assert_is_rounded(y, expected, magnitude_sums)
     if dtype == torch.float32:
         assert torch.equal(y, expected)
     for start, end in ((0, 1), (7, 10), (30, 36), (20, 60)):

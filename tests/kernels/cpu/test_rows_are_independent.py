@@ -13,7 +13,7 @@ from penstock.kernels import LayerKV
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.ops import CpuOps
 
-LENGTH, HEADS, KV_HEADS, DIM = 1200, 4, 2, 32  # more keys than two key chunks of the kernel
+LENGTH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 1200, 4, 2, 32  # more keys than two key chunks of the kernel
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 
@@ -31,7 +31,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 def random_sequence(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return queries ``[T, H, D]``, and keys and values ``[2, K, T, D]``, of one sequence."""
-    return torch.randn(LENGTH, HEADS, DIM).to(dtype), torch.randn(2, KV_HEADS, LENGTH, DIM).to(dtype)
+    return torch.randn(LENGTH, NUM_HEADS, HEAD_DIM).to(dtype), torch.randn(
+        2, NUM_KV_HEADS, LENGTH, HEAD_DIM
+    ).to(dtype)
 
 
 def attend_ranges(
@@ -49,17 +51,22 @@ def attend_ranges(
     padded_keys_and_values = torch.nn.functional.pad(
         keys_and_values, (0, 0, 0, num_blocks * block_size - LENGTH)
     )
-    cache = padded_keys_and_values.view(2, KV_HEADS, num_blocks, block_size, DIM).transpose(1, 2).contiguous()
+    cache = (
+        padded_keys_and_values.view(2, NUM_KV_HEADS, num_blocks, block_size, HEAD_DIM)
+        .transpose(1, 2)
+        .contiguous()
+    )
     scales = None
     if is_int8:
         scales = cache.float().abs().amax(-1).clamp_min(1e-12) / 127
         cache = (cache / scales[..., None]).round().to(torch.int8)
-    tables = torch.arange(num_blocks).repeat(len(ranges), 1).int()
-    counts = torch.tensor([0] + [rows.stop - rows.start for rows in ranges])
-    lengths = torch.tensor([rows.stop for rows in ranges]).int()
-    q = torch.cat([queries[rows] for rows in ranges])
-    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window, scales)
-    return ops.attention(q, kv, counts.cumsum(0).int(), lengths, scale=DIM**-0.5)
+    block_tables = torch.arange(num_blocks).repeat(len(ranges), 1).int()
+    row_counts = [row_range.stop - row_range.start for row_range in ranges]
+    row_offsets = torch.tensor([0, *row_counts]).cumsum(0).int()
+    lengths = torch.tensor([row_range.stop for row_range in ranges]).int()
+    q = torch.cat([queries[row_range] for row_range in ranges])
+    kv = LayerKV(cache, block_tables, torch.empty(0, dtype=torch.int64), window, scales)
+    return ops.attention(q, kv, row_offsets, lengths, scale=HEAD_DIM**-0.5)
 
 
 @pytest.mark.parametrize("is_int8", [False, True])

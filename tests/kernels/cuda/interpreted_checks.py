@@ -161,15 +161,15 @@ def paged_cache(
     block_counts = [-(-length // 16) for _, length in rows_and_lengths]
     cache = torch.full((2, sum(block_counts) + 1, num_kv_heads, 16, head_dim), torch.nan)
     cache[:, 0] = 0
-    ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
-    tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
+    block_ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
+    block_tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     for b, (_, length) in enumerate(rows_and_lengths):
-        tables[b, : block_counts[b]] = ids[b]
-        for column, block in enumerate(ids[b].tolist()):
+        block_tables[b, : block_counts[b]] = block_ids[b]
+        for column, block in enumerate(block_ids[b].tolist()):
             num_filled = min(16, length - 16 * column)
             cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
     rows = torch.tensor([0, *(n for n, _ in rows_and_lengths)])
-    kv = LayerKV(cache.to(dtype), tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
+    kv = LayerKV(cache.to(dtype), block_tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
     return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
 
 
@@ -192,8 +192,8 @@ def to_int8_cache(kv: LayerKV) -> LayerKV:
 def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     fields = {"window": {"window": 9}, "chunks": {"window": 8, "is_chunked": True}}.get(case, {})
     batch = [(1, 600), (1, 33)] if case == "decode in splits" else ROWS_AND_LENGTHS
-    kv, offsets, lengths = paged_cache(batch, dtype=dtype, **fields)
-    q = torch.randn(int(offsets[-1]), 6, 20).to(dtype)[:, :, :16]
+    kv, row_offsets, lengths = paged_cache(batch, dtype=dtype, **fields)
+    q = torch.randn(int(row_offsets[-1]), 6, 20).to(dtype)[:, :, :16]
     if case == "decode in splits":
         kv.cache[0, kv.block_tables[0, 33:38].long()] *= 3  # the largest scores are not in the first split
     options: dict[str, object] = {"scale": 0.3}
@@ -205,8 +205,8 @@ def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, c
         positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
         spans = torch.stack([positions, positions + 1], 1)
         spans[4:9] = torch.tensor([26, 31])
-        options["spans"] = ImageSpans(spans.int(), offsets, lengths)
-    actual, expected = call_both(ops, "attention", q, kv, offsets, lengths, **options)
+        options["spans"] = ImageSpans(spans.int(), row_offsets, lengths)
+    actual, expected = call_both(ops, "attention", q, kv, row_offsets, lengths, **options)
     assert_close(actual, expected)
 
 
@@ -268,11 +268,11 @@ def test_conversion_to_8_bit_floats_equals_torch(ops: CudaOps) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"is_causal": True}, {"bias": True}], ids=str)
 def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict[str, object]) -> None:
-    offsets = torch.tensor([0, 3, 40]).int()
+    row_offsets = torch.tensor([0, 3, 40]).int()
     q, k, v = torch.randn(40, 8, 20).split([4, 2, 2], 1)
     if options.get("bias"):
         options = {"bias": torch.randn(4, 91)}
-    actual, expected = call_both(ops, "encoder_attention", q, k, v, offsets, scale=0.3, **options)
+    actual, expected = call_both(ops, "encoder_attention", q, k, v, row_offsets, scale=0.3, **options)
     assert_close(actual, expected)
 
 
@@ -285,9 +285,9 @@ def test_attention_is_bit_equal_in_chunks_batches_and_splits(
     """A row has the same bits in a large prefill chunk, in a small chunk, and alone with split keys."""
     num_processors = [1]  # with one processor, one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: num_processors[0])
-    kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
+    kv, row_offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
     q = torch.randn(21, 2, 16)
-    full_result = deterministic_ops.attention(q, kv, offsets, lengths, scale=0.3)
+    full_result = deterministic_ops.attention(q, kv, row_offsets, lengths, scale=0.3)
     num_processors[0] = 1000
     swapped_kv = replace(kv, block_tables=kv.block_tables[[1, 0]])
     chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()

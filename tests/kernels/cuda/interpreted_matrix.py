@@ -59,26 +59,26 @@ def attention_cases() -> list[AttentionCase]:
     sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
     return [
         AttentionCase(
-            dim=dim,
-            group=group,
-            kv_heads=kv_heads,
+            head_dim=head_dim,
+            heads_per_kv_head=heads_per_kv_head,
+            num_kv_heads=num_kv_heads,
             dtype=DTYPES[i % 3],
             cache_kind=cache_kind,
             block_size=(16, 32, 64, 128)[i % 4],
             window=(None, 3, 65)[i % 3],
             soft_cap=(None, 7.0)[i % 2],
             has_sinks=i % 5 == 0,
-            span=(0, 4, 0)[i % 3],
+            num_span_rows=(0, 4, 0)[i % 3],
             is_deterministic=i % 2 == 0,
             sequences=((1, 40), (5, 33), (3, 3)),
             seed=i,
         )
-        for i, (dim, (kv_heads, group), cache_kind) in enumerate(sizes)
+        for i, (head_dim, (num_kv_heads, heads_per_kv_head), cache_kind) in enumerate(sizes)
     ]
 
 
 @pytest.mark.parametrize(
-    "case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cache_kind}-{case.seed}"
+    "case", attention_cases(), ids=lambda case: f"{case.head_dim}-{case.cache_kind}-{case.seed}"
 )
 def test_attention_cases_agree_with_the_reference(case: AttentionCase) -> None:
     assert_agrees_with_reference(case)
@@ -88,16 +88,18 @@ def test_attention_cases_agree_with_the_reference(case: AttentionCase) -> None:
 def test_attention_of_batches_of_any_size_agrees_with_the_reference(size: int) -> None:
     decoding_sequences = tuple((1, 1 + 7 * j % 50) for j in range(size))
     assert_agrees_with_reference(
-        AttentionCase(group=2, dtype=torch.bfloat16, sequences=decoding_sequences, seed=size)
+        AttentionCase(heads_per_kv_head=2, dtype=torch.bfloat16, sequences=decoding_sequences, seed=size)
     )
     mixed_sequences = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
     assert_agrees_with_reference(
-        AttentionCase(dim=80, cache_kind="fp8", sequences=mixed_sequences, is_deterministic=True, seed=size)
+        AttentionCase(
+            head_dim=80, cache_kind="fp8", sequences=mixed_sequences, is_deterministic=True, seed=size
+        )
     )
 
 
 @pytest.mark.parametrize(
-    ("cache_kind", "head_dim", "group", "num_kv_heads", "dtype"),
+    ("cache_kind", "head_dim", "heads_per_kv_head", "num_kv_heads", "dtype"),
     [
         ("same", 80, 2, 7, torch.bfloat16),
         ("fp8", 96, 1, 7, torch.bfloat16),
@@ -106,27 +108,27 @@ def test_attention_of_batches_of_any_size_agrees_with_the_reference(size: int) -
     ],
 )
 def test_attention_is_bit_equal_alone_and_in_a_batch(
-    deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, head_dim: int, group: int,
-    num_kv_heads: int, dtype: torch.dtype,
+    deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, head_dim: int,
+    heads_per_kv_head: int, num_kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
     case = AttentionCase(
-        dim=head_dim,
-        group=group,
-        kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        heads_per_kv_head=heads_per_kv_head,
+        num_kv_heads=num_kv_heads,
         dtype=dtype,
         cache_kind=cache_kind,
         block_size=32,
         sequences=sequences,
     )
-    q, kv, offsets, lengths, options = attention_inputs(case)
+    q, kv, row_offsets, lengths, options = attention_inputs(case)
     num_processors = [1]
     monkeypatch.setattr(attention, "num_processors", lambda device: num_processors[0])
-    full_result = deterministic_ops.attention(q, kv, offsets, lengths, **options)
+    full_result = deterministic_ops.attention(q, kv, row_offsets, lengths, **options)
     for num_processors[0] in (1, 10**6):
         for b in range(5):
-            rows = slice(int(offsets[b]), int(offsets[b + 1]))
+            rows = slice(int(row_offsets[b]), int(row_offsets[b + 1]))
             single_kv = replace(kv, block_tables=kv.block_tables[b : b + 1])
             single_offsets = torch.tensor([0, rows.stop - rows.start]).int()
             single_result = deterministic_ops.attention(

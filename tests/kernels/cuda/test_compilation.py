@@ -91,13 +91,13 @@ def test_attention_kernels_compile(
 ) -> None:  # fmt: skip
     if is_deterministic:
         ops.require_determinism()
-    q, offsets = (
+    q, row_offsets = (
         torch.zeros(num_rows, num_heads, head_dim, dtype=dtype),
         torch.arange(num_sequences + 1).int(),
     )
     options: dict[str, Any] = {}
     if head_dim == 80:
-        spans = ImageSpans(torch.zeros(num_rows, 2).int(), offsets, offsets[1:])
+        spans = ImageSpans(torch.zeros(num_rows, 2).int(), row_offsets, row_offsets[1:])
         options = {"soft_cap": 2.0, "sinks": torch.zeros(num_heads), "spans": spans}
     for cache_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
         kv = LayerKV(
@@ -110,11 +110,11 @@ def test_attention_kernels_compile(
         if cache_dtype == torch.float8_e4m3fn and num_rows == 1:
             scales = torch.ones(2, 1, num_kv_heads, 1).expand(2, 3, num_kv_heads, 32)
             kv = replace(kv, scales=scales, has_fixed_scales=True)
-        ops.attention(q, kv, offsets, offsets[1:].contiguous(), scale=0.1, **options)
+        ops.attention(q, kv, row_offsets, row_offsets[1:].contiguous(), scale=0.1, **options)
         ops.store_kv(q[:, :num_kv_heads], q[:, :num_kv_heads], kv)
     keys_and_values = q[:, :num_kv_heads].contiguous()
     ops.encoder_attention(
-        q, keys_and_values, keys_and_values, offsets, scale=0.1, window=3, bias=torch.zeros(num_heads, 9)
+        q, keys_and_values, keys_and_values, row_offsets, scale=0.1, window=3, bias=torch.zeros(num_heads, 9)
     )
     ops.rotary(q, keys_and_values, torch.zeros(num_rows, 32), torch.zeros(num_rows, 32))
 
@@ -143,12 +143,12 @@ def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
 def test_recurrent_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     inputs, recurrent = torch.zeros(3, 3, 1024, dtype=dtype), torch.zeros(3, 4, 128, 128)
     state = LayerState(inputs, recurrent, torch.zeros(2).long(), torch.zeros(8).long())
-    offsets, lengths = torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    row_offsets, lengths = torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     qkv = ops.short_convolution(
-        torch.zeros(5, 1024, dtype=dtype), torch.zeros(4, 1024), state, offsets, lengths
+        torch.zeros(5, 1024, dtype=dtype), torch.zeros(4, 1024), state, row_offsets, lengths
     )
     out = ops.gated_delta_rule(
-        qkv, torch.zeros(5, 8, dtype=dtype), torch.zeros(2, 4), state, offsets, lengths
+        qkv, torch.zeros(5, 8, dtype=dtype), torch.zeros(2, 4), state, row_offsets, lengths
     )
     for function in ("sigmoid", "silu"):
         ops.apply_gate(out, out, function)

@@ -66,7 +66,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.streams: set[FakeStream] = set()
-        self.reserved = 0
+        self.reserved_bytes = 0
         self.pools: list[object] = []
         self.pool = object()
 
@@ -83,7 +83,7 @@ class FakeCuda:
         return self.pool
 
     def memory_reserved(self) -> int:
-        return self.reserved
+        return self.reserved_bytes
 
     def mem_get_info(self) -> tuple[int, int]:
         return 50 * MIB, 100 * MIB
@@ -94,7 +94,7 @@ class FakeCuda:
         assert stream in self.streams
         with RecordingMode(graph.calls):
             yield
-        self.reserved += 2 * MIB
+        self.reserved_bytes += 2 * MIB
 
 
 def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -104,8 +104,8 @@ def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def make_step_inputs(*tokens: int, width: int = 3) -> dict[str, Tensor]:
-    tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
-    return {"tokens": torch.tensor(tokens), "tables": tables}
+    block_tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
+    return {"tokens": torch.tensor(tokens), "tables": block_tables}
 
 
 def run_cached(cache: GraphCache, inputs: Mapping[str, Tensor]) -> Tensor | None:
