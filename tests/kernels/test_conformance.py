@@ -172,9 +172,9 @@ def test_xielu_agrees_with_its_definition(ops: Ops, dtype: torch.dtype, num_rows
     for activation in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
         assert_agrees(lambda ops, activation=activation: ops.xielu(x, activation), ops)
         x64 = x.double()
-        negative_part = activation.negative * (x64.clamp(max=activation.eps).expm1() - x64)
+        negative_part = activation.negative_factor * (x64.clamp(max=activation.eps).expm1() - x64)
         expected = activation.slope * x64 + torch.where(
-            x64 > 0, activation.positive * x64.square(), negative_part
+            x64 > 0, activation.positive_factor * x64.square(), negative_part
         )
         assert are_close(ops.xielu(x, activation), expected.to(dtype))
 
@@ -247,8 +247,8 @@ SCORE_ROUTINGS = {
     "sigmoid": ScoreRouting("sigmoid", is_normed=False),
     "sigmoid, normalized and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
     "softmax": ScoreRouting("softmax", is_normed=True, min_sum=0.3),
-    "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
-    "softmax groups": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
+    "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, num_groups=4, num_top_groups=2),
+    "softmax groups": ScoreRouting("softmax", is_normed=False, num_groups=10, num_top_groups=3, scale=0.5),
 }
 
 
@@ -268,7 +268,7 @@ def test_routes_by_scores_agree_with_the_reference(
 
 def test_routes_by_sigmoid_scores_in_groups_agree_with_their_definition() -> None:
     logits, bias = torch.randn(9, 12).double(), torch.randn(12).double() / 5
-    routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, groups=4, top_groups=2)
+    routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, num_groups=4, num_top_groups=2)
     topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
     for row in range(9):
         scores = logits[row].sigmoid()

@@ -219,8 +219,8 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
         wide, p = x.float(), parameters
-        negative_term = p.negative * (torch.exp(wide.clamp(max=p.eps)) - 1 - wide)
-        nonlinear_term = torch.where(wide > 0, p.positive * wide * wide, negative_term)
+        negative_term = p.negative_factor * (torch.exp(wide.clamp(max=p.eps)) - 1 - wide)
+        nonlinear_term = torch.where(wide > 0, p.positive_factor * wide * wide, negative_term)
         return (p.slope * wide + nonlinear_term).to(x.dtype)
 
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:

@@ -58,11 +58,11 @@ def _route_by_scores(
         scores = 1 / (1 + torch.exp(-logits))
     # Without a bias and with one group, experts are ranked by logits, because different logits can round to
     # equal scores.
-    ranking_scores = logits if bias is None and routing.groups == 1 else scores
+    ranking_scores = logits if bias is None and routing.num_groups == 1 else scores
     if bias is not None:
         ranking_scores = ranking_scores + bias
-    if routing.groups > 1:
-        ranking_scores = _mask_unselected_groups(ranking_scores, routing.groups, routing.top_groups)
+    if routing.num_groups > 1:
+        ranking_scores = _mask_unselected_groups(ranking_scores, routing.num_groups, routing.num_top_groups)
     topk_ids = _select_largest(ranking_scores, top_k)
     topk_weights = scores.gather(-1, topk_ids)
     if routing.is_normed:
@@ -71,13 +71,13 @@ def _route_by_scores(
 
 
 def _mask_unselected_groups(
-    ranking_scores: Tensor, num_groups: int, top_groups: int
+    ranking_scores: Tensor, num_groups: int, num_top_groups: int
 ) -> Tensor:  # [T, N] -> [T, N]
     """Return the ranking scores with -inf for the experts of groups that are not selected."""
     grouped = ranking_scores.view(len(ranking_scores), num_groups, -1)  # [T, G, N / G]
     group_scores = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
     is_masked = torch.ones_like(group_scores, dtype=torch.bool)
-    is_masked.scatter_(1, _select_largest(group_scores, top_groups), False)
+    is_masked.scatter_(1, _select_largest(group_scores, num_top_groups), False)
     return grouped.masked_fill(is_masked[..., None], -torch.inf).flatten(1)
 
 

@@ -107,7 +107,7 @@ def _attend_keys(
     IS_E4M3: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Return the partial softmax of the queries over the keys key_range_begin:key_range_end.
+    """Return the partial softmax of the queries over the keys ``key_range_begin:key_range_end``.
 
     The result is the largest score, the sum of exponentials, and the weighted sum of values of each query.
     """

@@ -206,7 +206,7 @@ def multiply_codes(
     """Compute one tile of a product of rows. The grid is the same as in `products.multiply_floats`.
 
     GROUPS includes POINTERS and GATHERS of that program: each group of rows has separate tensors, at the
-    addresses in ``weight_addresses`` and the other tables, and position p reads the row ``rows[p]`` of ``x``.
+    addresses in the arguments ``..._addresses``, and position p reads the row ``rows[p]`` of ``x``.
     Weights are rounded to the type of ``x``, or are float32 with TO_FLOAT32. With SPLITS above 1, a third
     dimension of the grid divides the inputs into splits. ``out [SPLITS, T, out]`` then has the float32 sum of
     each split, without row scales and bias. `add_splits` adds these sums.
