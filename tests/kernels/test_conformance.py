@@ -563,7 +563,7 @@ def ragged_batch(
 
     Slots after the last token of a sequence are NaN.
     """
-    rows = torch.tensor([n for n, _ in rows_and_lengths])
+    rows = torch.tensor([num_rows for num_rows, _ in rows_and_lengths])
     lengths = torch.tensor([length for _, length in rows_and_lengths])
     block_counts = [-(-length // block_size) for length in lengths.tolist()]
     block_ids = (torch.randperm(sum(block_counts)) + 1).tolist()
@@ -571,13 +571,13 @@ def ragged_batch(
     cache[:, 0] = 0
     block_tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     slots = []
-    for b, (n, length) in enumerate(rows_and_lengths):
-        num_freed = 0 if window is None else max(0, length - n - window + 1) // block_size
+    for b, (num_rows, length) in enumerate(rows_and_lengths):
+        num_freed = 0 if window is None else max(0, length - num_rows - window + 1) // block_size
         for column in range(num_freed, block_counts[b]):  # blocks before the window are the null block
             block_tables[b, column] = block = block_ids.pop()
             num_filled = min(block_size, length - column * block_size)
             cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
-        positions = torch.arange(length - n, length)
+        positions = torch.arange(length - num_rows, length)
         slots.append(block_tables[b, positions // block_size].long() * block_size + positions % block_size)
     row_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
     return Batch(LayerKV(cache.to(dtype), block_tables, torch.cat(slots), window), row_offsets, lengths.int())

@@ -22,7 +22,7 @@ from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-_MAX_COLUMNS = 1024
+_MAX_TILE_COLUMNS = 1024
 """Maximum number of columns per tile of the program `combine_experts`."""
 
 
@@ -71,8 +71,8 @@ class CudaOps(CudaConvolution, CudaLinear):
         pair_positions, order = pair_positions.view(num_rows, num_choices).sort(-1)  # ascending expert ids
         row_weights = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        columns = min(_MAX_COLUMNS, power_of_two(x.shape[1]))
-        grid = (num_rows, divide_up(x.shape[1], columns))
+        tile_columns = min(_MAX_TILE_COLUMNS, power_of_two(x.shape[1]))
+        grid = (num_rows, divide_up(x.shape[1], tile_columns))
         launch(
             combine_experts,
             grid,
@@ -82,7 +82,7 @@ class CudaOps(CudaConvolution, CudaLinear):
             pair_positions,
             x.shape[1],
             TOP=num_choices,
-            WIDTH=columns,
+            WIDTH=tile_columns,
         )
         return out
 

@@ -183,27 +183,27 @@ class CudaRows(CudaLookups):
             rule.contiguous() for rule in (sampling.temperature, sampling.top_k, sampling.top_p)
         )
         min_p, uniforms = sampling.min_p.contiguous(), sampling.uniforms.contiguous()
-        sizes = (
+        size_arguments = (
             vocabulary_size,
             num_chunks,
             row_stride(logits),
             0 if bitmask is None else bitmask_or_placeholder.stride(0),
         )
-        inputs = logits, bitmask_or_placeholder, temperature, top_k, top_p
+        row_arguments = logits, bitmask_or_placeholder, temperature, top_k, top_p
         chunk_constants: dict[str, Any] = {"CHUNK": chunk_size, "HAS_MASK": bitmask is not None}
         row_constants = chunk_constants | {"CHUNKS": power_of_two(num_chunks, 16)}
         launch(
-            sampling_programs.summarize, (num_rows, num_chunks), fields, *inputs, *sizes, **chunk_constants,
-            num_warps=4,
+            sampling_programs.summarize, (num_rows, num_chunks), fields, *row_arguments, *size_arguments,
+            **chunk_constants, num_warps=4,
         )  # fmt: skip
         programs_per_row = min(num_chunks, divide_up(_MIN_SELECT_PROGRAMS, max(num_rows, 1)))
         launch(
-            sampling_programs.select, (num_rows, programs_per_row), fields, masses, listed_offsets, *inputs,
-            min_p, *sizes, **row_constants, num_warps=4,
+            sampling_programs.select, (num_rows, programs_per_row), fields, masses, listed_offsets,
+            *row_arguments, min_p, *size_arguments, **row_constants, num_warps=4,
         )  # fmt: skip
         launch(
-            sampling_programs.draw, (num_rows,), tokens, fields, masses, listed_offsets, *inputs, min_p,
-            uniforms, *sizes, **row_constants, SMALL_LIST=_SMALL_LIST, LARGE_LIST=_LARGE_LIST,
+            sampling_programs.draw, (num_rows,), tokens, fields, masses, listed_offsets, *row_arguments,
+            min_p, uniforms, *size_arguments, **row_constants, SMALL_LIST=_SMALL_LIST, LARGE_LIST=_LARGE_LIST,
             SHIFT=_ZERO_BITS[logits.dtype], num_warps=16,
         )  # fmt: skip
         return tokens

@@ -168,7 +168,7 @@ def paged_cache(
         for column, block in enumerate(block_ids[b].tolist()):
             num_filled = min(16, length - 16 * column)
             cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
-    rows = torch.tensor([0, *(n for n, _ in rows_and_lengths)])
+    rows = torch.tensor([0, *(num_rows for num_rows, _ in rows_and_lengths)])
     kv = LayerKV(cache.to(dtype), block_tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
     return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
 

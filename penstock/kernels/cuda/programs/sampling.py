@@ -117,9 +117,9 @@ def select(
     top_p = tl.load(top_ps + row).to(tl.float64)
     is_top_k = (top_k > 0) & (top_k < vocabulary_size)
     is_limited = is_top_k | (top_p < 1)
-    maxima = field_pointer(fields, row, num_chunks, LARGEST)
+    largest_field = field_pointer(fields, row, num_chunks, LARGEST)
     chunk_numbers = tl.arange(0, CHUNKS)
-    largest = tl.load(maxima + chunk_numbers, mask=chunk_numbers < num_chunks, other=float("-inf"))
+    largest = tl.load(largest_field + chunk_numbers, mask=chunk_numbers < num_chunks, other=float("-inf"))
     max_logit = tl.max(largest, 0)
     is_valid = (max_logit > float("-inf")) & (max_logit < float("inf"))
     if is_valid & (temperature > 0) & (top_k != 1):
@@ -142,7 +142,7 @@ def select(
             )
             max_distance = tl.where(limit > _MAX_DISTANCE, max_distance, limit.to(tl.float64))
         for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
-            min_distance = top_bin - _find_bins(tl.load(maxima + chunk), temperature, is_top_k)
+            min_distance = top_bin - _find_bins(tl.load(largest_field + chunk), temperature, is_top_k)
             num_listed = tl.full((), 0, tl.int32)
             if (is_top_k == 0) | (min_distance <= max_distance):
                 scores = load_allowed_logits(
