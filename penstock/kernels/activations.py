@@ -13,11 +13,11 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 class XIELU:
     """The parameters of an xIELU activation (Huang and Schlag 2024, arXiv:2411.13010).
 
-    For x > 0 it is ``slope * x + positive * x**2``; otherwise ``slope * x + negative * (exp(min(x, eps)) - 1
-    - x)``.
+    For x > 0 it is ``slope * x + positive_factor * x**2``; otherwise
+    ``slope * x + negative_factor * (exp(min(x, eps)) - 1 - x)``.
     """
 
-    positive: float
-    negative: float
+    positive_factor: float
+    negative_factor: float
     slope: float
     eps: float

@@ -36,6 +36,7 @@ from penstock.kernels.panels import FIFTH_BITS, PanelLayout, Tensors
 
 _SCALE_DTYPES = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16, "f32": torch.float32}
 _LOW_BYTES = PANEL * GROUP // 2
+"""Bytes of the low four bits of the codes of a group of a panel."""
 _HIGH_BIT_SHIFTS = torch.tensor(
     [[8 * (k % 4) + 2 * (k // 8 * 2 + k % 8 // 4) for k in range(16)] for _ in range(2)]
 )
@@ -57,50 +58,55 @@ class BlockPanels(PanelLayout):
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         kind, codes = self._kind, rows["weight"]
-        extra_rows, padding = -len(codes) % PANEL, -codes.shape[1] % kind.unit
-        padded = F.pad(codes, (0, padding, 0, extra_rows))
+        extra_rows, extra_inputs = -len(codes) % PANEL, -codes.shape[1] % kind.unit
+        padded = F.pad(codes, (0, extra_inputs, 0, extra_rows))
         groups = padded.view(-1, PANEL, padded.shape[1] // GROUP, GROUP).transpose(1, 2)  # [P, G, 64, 32]
         pairs_of_codes = (groups & 15).reshape(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)
-        parts = [(pairs_of_codes[..., 0] | pairs_of_codes[..., 1] << 4).flatten(2)]  # [P, G, 1024]
-        high = (groups >> 4).long()
+        group_parts = [(pairs_of_codes[..., 0] | pairs_of_codes[..., 1] << 4).flatten(2)]  # [P, G, 1024]
+        high_bits = (groups >> 4).long()
         if kind.bits == 5:
-            parts.append(_split_words((high << FIFTH_BITS.flatten()).sum(-1)))
+            group_parts.append(_split_words((high_bits << FIFTH_BITS.flatten()).sum(-1)))
         if kind.bits == 6:
-            words = (high.reshape(*high.shape[:3], 2, 16) << _HIGH_BIT_SHIFTS).sum(-1)  # [P, G, 64, 2]
-            parts.append(_split_words(words.transpose(2, 3).flatten(2)))
-        units = padded.shape[1] // kind.unit
-        for name, size in (("scales", kind.scaled_inputs), ("minima", GROUP)):
-            if name in rows and size <= GROUP:
-                parts.append(_to_bytes(rows[name], extra_rows, padded.shape[1] // GROUP, GROUP // size))
-        records = torch.cat(parts, dim=2).view(len(groups), units, -1)
+            halves = high_bits.reshape(*high_bits.shape[:3], 2, 16)
+            words = (halves << _HIGH_BIT_SHIFTS).sum(-1)  # [P, G, 64, 2]
+            group_parts.append(_split_words(words.transpose(2, 3).flatten(2)))
+        num_units = padded.shape[1] // kind.unit
+        for name, inputs_per_number in (("scales", kind.scaled_inputs), ("minima", GROUP)):
+            if name in rows and inputs_per_number <= GROUP:
+                group_parts.append(
+                    _to_bytes(rows[name], extra_rows, padded.shape[1] // GROUP, GROUP // inputs_per_number)
+                )
+        unit_groups = torch.cat(group_parts, dim=2).view(len(groups), num_units, -1)
         factors = [
-            _to_bytes(rows[name], extra_rows, units, 1) for name in self._unit_tensor_names() if name in rows
+            _to_bytes(rows[name], extra_rows, num_units, 1)
+            for name in self._unit_tensor_names()
+            if name in rows
         ]
-        panels = {"panels": torch.cat([records, *factors], dim=2)}
+        panels = {"panels": torch.cat([unit_groups, *factors], dim=2)}
         return panels | ({"scales": rows["row_scales"]} if kind.has_row_scales else {})
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         kind, panels = self._kind, tensors["panels"]
-        records, *factors = torch.split(panels, self._unit_part_bytes(), dim=2)
-        groups = records.reshape(len(panels), -1, PANEL * kind.group_bytes)  # [P, G, bytes]
-        low, high, *scales = torch.split(groups, self._group_part_bytes(), dim=2)
-        pairs = low.reshape(*low.shape[:2], 4, PANEL, 4)
+        unit_groups, *factors = torch.split(panels, self._unit_part_bytes(), dim=2)
+        groups = unit_groups.reshape(len(panels), -1, PANEL * kind.group_bytes)  # [P, G, bytes]
+        low_bits, high_bits, *scales = torch.split(groups, self._group_part_bytes(), dim=2)
+        pairs = low_bits.reshape(*low_bits.shape[:2], 4, PANEL, 4)
         pairs_of_codes = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
         codes = pairs_of_codes.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
         if kind.bits == 5:
-            words = _join_words(high)[..., None]  # [P, G, 64, 1]
+            words = _join_words(high_bits)[..., None]  # [P, G, 64, 1]
             codes = codes | ((words >> FIFTH_BITS.flatten() & 1) << 4).to(torch.uint8)
         if kind.bits == 6:
-            words = _join_words(high).view(*high.shape[:2], 2, PANEL)
+            words = _join_words(high_bits).view(*high_bits.shape[:2], 2, PANEL)
             words = words.transpose(2, 3)[..., None]  # [P, G, 64, 2, 1]
             codes = codes | ((words >> _HIGH_BIT_SHIFTS & 3) << 4).flatten(3).to(torch.uint8)
         weight = codes.transpose(1, 2).flatten(2).flatten(0, 1)
         rows = {"weight": weight[:out_features, :in_features].contiguous()}
 
-        def add(name: str, columns: Tensor, scale_type: str, size: int) -> None:
+        def add(name: str, columns: Tensor, scale_type: str, inputs_per_number: int) -> None:
             numbers = columns.contiguous().view(_SCALE_DTYPES.get(scale_type, torch.uint8))
             table = numbers.view(*columns.shape[:2], -1, PANEL).flatten(1, 2).transpose(1, 2).flatten(0, 1)
-            rows[name] = table[:out_features, : -(-in_features // size)].contiguous()
+            rows[name] = table[:out_features, : -(-in_features // inputs_per_number)].contiguous()
 
         if not kind.has_unit_scales:
             add("scales", scales[0], kind.scale_type, kind.scaled_inputs)
@@ -117,9 +123,9 @@ class BlockPanels(PanelLayout):
     def _unit_part_bytes(self) -> list[int]:
         """Return the bytes of all groups of a panel's unit, then of each tensor that follows the groups."""
         kind = self._kind
-        factors = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
-        factors = factors or [2 * PANEL] * (kind.factor_bytes // 2)
-        return [PANEL * kind.unit // GROUP * kind.group_bytes, *factors]
+        tensor_bytes = [SCALE_BYTES[kind.scale_type] * PANEL] if kind.has_unit_scales else []
+        tensor_bytes = tensor_bytes or [2 * PANEL] * (kind.factor_bytes // 2)
+        return [PANEL * kind.unit // GROUP * kind.group_bytes, *tensor_bytes]
 
     def _group_part_bytes(self) -> list[int]:
         """Return the bytes of each part of a group of a panel: low bits, high bits, scales, minima.
@@ -127,23 +133,30 @@ class BlockPanels(PanelLayout):
         Scales are omitted if they follow the groups, and minima if the encoding has none.
         """
         kind = self._kind
-        high = PANEL * GROUP * (kind.bits - 4) // 8
-        scales = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)
-        minima = [PANEL * SCALE_BYTES[kind.min_type]] if kind.min_type else []
-        return [_LOW_BYTES, high] if kind.has_unit_scales else [_LOW_BYTES, high, scales, *minima]
+        high_bytes = PANEL * GROUP * (kind.bits - 4) // 8
+        scale_bytes = PANEL * SCALE_BYTES[kind.scale_type] * (GROUP // kind.scaled_inputs)
+        min_bytes = [PANEL * SCALE_BYTES[kind.min_type]] if kind.min_type else []
+        return (
+            [_LOW_BYTES, high_bytes]
+            if kind.has_unit_scales
+            else [_LOW_BYTES, high_bytes, scale_bytes, *min_bytes]
+        )
 
 
-def _to_bytes(numbers: Tensor, extra_rows: int, units: int, per_unit: int) -> Tensor:
-    """Return scales, minima or factors as the bytes of P panels, ``[P, units, per_unit * 64 * itemsize]``.
+def _to_bytes(numbers: Tensor, extra_rows: int, num_units: int, numbers_per_unit: int) -> Tensor:
+    """Return scales, minima or factors as the bytes of P panels.
+
+    The result is ``[P, num_units, numbers_per_unit * 64 * itemsize]`` uint8.
 
     Args:
-        numbers: ``[out, n]`` with n at most ``units * per_unit``. Missing columns are zero in the result.
+        numbers: ``[out, n]`` with n at most ``num_units * numbers_per_unit``. Missing columns are zero in the
+            result.
         extra_rows: number of zero rows that pad the last panel.
-        units: number of units per panel, or of groups for numbers that follow each group.
-        per_unit: how many numbers of an output follow each unit or group.
+        num_units: number of units per panel, or of groups for numbers that follow each group.
+        numbers_per_unit: how many numbers of an output follow each unit or group.
     """
-    padded = F.pad(numbers, (0, units * per_unit - numbers.shape[1], 0, extra_rows))
-    columns = padded.view(-1, PANEL, units, per_unit).permute(0, 2, 3, 1).contiguous()
+    padded = F.pad(numbers, (0, num_units * numbers_per_unit - numbers.shape[1], 0, extra_rows))
+    columns = padded.view(-1, PANEL, num_units, numbers_per_unit).permute(0, 2, 3, 1).contiguous()
     return columns.view(torch.uint8).flatten(2)
 
 

@@ -62,26 +62,28 @@ def decode_minima(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor | No
     return _multiply_by_factors(kind, tensors["minima"], tensors.get("min_factors"), GROUP)
 
 
-def _multiply_by_factors(kind: BlockKind, numbers: Tensor, factors: Tensor | None, size: int) -> Tensor:
+def _multiply_by_factors(
+    kind: BlockKind, numbers: Tensor, factors: Tensor | None, inputs_per_number: int
+) -> Tensor:
     """Return scales or minima in float32, multiplied by the factors of their superblocks if there are any.
 
-    A scale or minimum belongs to ``size`` inputs.
+    A scale or minimum belongs to ``inputs_per_number`` inputs.
     """
     if not kind.has_superblocks or factors is None:
         return numbers.float()
-    repeated = factors.float().repeat_interleave(SUPERBLOCK // size, 1)
+    repeated = factors.float().repeat_interleave(SUPERBLOCK // inputs_per_number, 1)
     return numbers.float() * repeated[:, : numbers.shape[1]]
 
 
 def unpack_blocks(kind: BlockKind, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the dequantized weight ``[out, in]`` float32."""
     weight = decode_numbers(kind, tensors["weight"])
-    inputs, scales, minima = weight.shape[1], decode_scales(kind, tensors), decode_minima(kind, tensors)
+    in_features, scales, minima = weight.shape[1], decode_scales(kind, tensors), decode_minima(kind, tensors)
     if kind.has_row_scales:
         row_scales = tensors["row_scales"][:, None]
         scales, minima = scales * row_scales, None if minima is None else minima * row_scales
-    weight = weight * scales.repeat_interleave(kind.scaled_inputs, 1)[:, :inputs]
-    return weight if minima is None else weight - minima.repeat_interleave(GROUP, 1)[:, :inputs]
+    weight = weight * scales.repeat_interleave(kind.scaled_inputs, 1)[:, :in_features]
+    return weight if minima is None else weight - minima.repeat_interleave(GROUP, 1)[:, :in_features]
 
 
 def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
@@ -93,12 +95,13 @@ def multiply_blocks(kind: BlockKind, x: Tensor, tensors: Mapping[str, Tensor], b
     row scale if there is one. Product plus bias is rounded once to the type of x. Numbers from a table are
     rounded to multiples of ``1 / NumberTable.steps`` before they are multiplied.
     """
-    size = min(kind.scaled_inputs, GROUP)
+    group_size = min(kind.scaled_inputs, GROUP)
     padding = (0, -x.shape[1] % GROUP)
-    x_codes, x_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, size))  # [T, G, size], [T, G]
+    groups = F.pad(x.float(), padding).view(len(x), -1, group_size)
+    x_codes, x_scales = quantize(groups)  # [T, G, group_size], [T, G]
     numbers, unit = _numbers_and_unit(kind, tensors["weight"])
-    numbers = F.pad(numbers, padding).view(len(numbers), -1, size)
-    scales = decode_scales(kind, tensors).repeat_interleave(kind.scaled_inputs // size, 1)[
+    numbers = F.pad(numbers, padding).view(len(numbers), -1, group_size)
+    scales = decode_scales(kind, tensors).repeat_interleave(kind.scaled_inputs // group_size, 1)[
         :, : numbers.shape[1]
     ]
     minima = decode_minima(kind, tensors)
@@ -126,27 +129,29 @@ def quantize_blocks(kind: BlockKind, weight: Tensor) -> Tensors:
 
     All weights that share a scale or a factor with a NaN or an infinity become NaN.
     """
-    inputs, size = weight.shape[1], kind.scaled_inputs
-    groups = F.pad(weight.float(), (0, -inputs % size)).view(len(weight), -1, size)
+    in_features, inputs_per_scale = weight.shape[1], kind.scaled_inputs
+    groups = F.pad(weight.float(), (0, -in_features % inputs_per_scale)).view(
+        len(weight), -1, inputs_per_scale
+    )
     if kind.table is not None:
-        return _quantize_to_table(kind.table, groups, inputs)
+        return _quantize_to_table(kind.table, groups, in_features)
     tensors = _choose_float_scales(kind, groups) if kind.are_floats else _choose_integer_scales(kind, groups)
     scales, minima = decode_scales(kind, tensors), decode_minima(kind, tensors)
     if kind.has_row_scales:
         scales = scales * tensors["row_scales"][:, None]
-    valid = scales.isfinite() & (scales > 0)
+    is_valid = scales.isfinite() & (scales > 0)
     shifted = groups if minima is None else groups + minima[..., None]
-    scaled = torch.where(valid[..., None], shifted / scales[..., None], 0.0).nan_to_num()
+    scaled = torch.where(is_valid[..., None], shifted / scales[..., None], 0.0).nan_to_num()
     if kind.are_floats:
-        middles = [(low + high) / 2 for low, high in pairwise(MAGNITUDES)]
-        codes = torch.bucketize(scaled.abs(), torch.tensor(middles)) | (scaled < 0).long() << 3
+        boundaries = [(low + high) / 2 for low, high in pairwise(MAGNITUDES)]
+        codes = torch.bucketize(scaled.abs(), torch.tensor(boundaries)) | (scaled < 0).long() << 3
     else:
         codes = (scaled.round() + kind.offset).clamp(0, (1 << kind.bits) - 1).long()
-        codes = torch.where(valid[..., None], codes, 1 << kind.bits - 1)
-    return {"weight": codes.to(torch.uint8).flatten(1)[:, :inputs].contiguous(), **tensors}
+        codes = torch.where(is_valid[..., None], codes, 1 << kind.bits - 1)
+    return {"weight": codes.to(torch.uint8).flatten(1)[:, :in_features].contiguous(), **tensors}
 
 
-def _quantize_to_table(table: NumberTable, groups: Tensor, inputs: int) -> Tensors:
+def _quantize_to_table(table: NumberTable, groups: Tensor, in_features: int) -> Tensors:
     """Return scales and codes of ``groups [out, G, size]`` for a table of numbers from -1 to 1.
 
     The scale of a group is the largest magnitude of its weights. A code is the index of the number in the
@@ -157,10 +162,10 @@ def _quantize_to_table(table: NumberTable, groups: Tensor, inputs: int) -> Tenso
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     ascending = sorted(set(table.numbers))
     first_codes = torch.tensor([table.numbers.index(number) for number in ascending])
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(ascending)])
-    indices = torch.bucketize((groups * inverse[..., None]).nan_to_num(), middles)
+    boundaries = torch.tensor([(low + high) / 2 for low, high in pairwise(ascending)])
+    indices = torch.bucketize((groups * inverse[..., None]).nan_to_num(), boundaries)
     return {
-        "weight": first_codes[indices].to(torch.uint8).flatten(1)[:, :inputs].contiguous(),
+        "weight": first_codes[indices].to(torch.uint8).flatten(1)[:, :in_features].contiguous(),
         "scales": scales,
     }
 
@@ -214,9 +219,9 @@ def _encode_scales(scale_type: str, numbers: Tensor, name: str, factor_name: str
     """
     if scale_type == "f16":
         return {name: torch.where(numbers.isfinite(), numbers, torch.nan).half()}
-    superblock_groups = SUPERBLOCK // (16 if scale_type == "i8" else GROUP)
-    padding = -numbers.shape[1] % superblock_groups
-    padded = F.pad(numbers, (0, padding)).view(len(numbers), -1, superblock_groups)
+    groups_per_superblock = SUPERBLOCK // (16 if scale_type == "i8" else GROUP)
+    padding = -numbers.shape[1] % groups_per_superblock
+    padded = F.pad(numbers, (0, padding)).view(len(numbers), -1, groups_per_superblock)
     factors = (padded.amax(-1) / _MAX_INTEGER_SCALE[scale_type]).half()
     factors = torch.where(padded.isfinite().all(-1), factors, torch.nan)
     inverse = torch.where(factors > 0, 1 / factors.float(), 0.0)

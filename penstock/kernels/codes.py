@@ -31,7 +31,7 @@ from torch import Tensor
 from penstock.dtype import DType
 from penstock.kernels.encodings._sizes import (
     FP8_GROUP,
-    FP8_STRIDES,
+    FP8_STRIDE_BYTES,
     GROUP,
     PANEL,
     code_group_bytes,
@@ -76,11 +76,11 @@ def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -
         zeros: zero points ``[out, G]``, integers in 0..255.
         group_size: number of inputs that share a scale, a multiple of 32. The last group may be shorter.
     """
-    groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
+    num_groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
     float16_scales, row_scales = split_scales(scales)
 
     def repeat_per_group(values: Tensor) -> Tensor:
-        return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
+        return values.repeat_interleave(repeats, 1)[:, :num_groups].contiguous()
 
     return {
         "weight": codes.contiguous(),
@@ -194,7 +194,7 @@ def quantize_fp8(weight: Tensor) -> Tensors:
     """Quantize a weight ``[out, in]`` to 8-bit floats.
 
     A group with a NaN or an infinity becomes NaN. The largest magnitude of the other groups of an output
-    becomes 448.
+    becomes 448, unless it is 0.
     """
     padded = F.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
     groups = padded.view(len(weight), -1, FP8_GROUP)
@@ -234,28 +234,30 @@ class Fp8Panels(PanelLayout):
     dtype = DType.uint8
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        groups = -(-in_features // FP8_GROUP)
-        return (-(-out_features // PANEL) * fp8_panel_bytes(groups),)
+        num_groups = -(-in_features // FP8_GROUP)
+        return (-(-out_features // PANEL) * fp8_panel_bytes(num_groups),)
 
     def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
         codes, extra_rows = rows["weight"], -len(rows["weight"]) % PANEL
         padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, extra_rows))
         num_groups = padded.shape[1] // FP8_GROUP
         groups = padded.view(-1, PANEL, num_groups, FP8_GROUP)
-        quads = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
-        steps = quads.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
+        output_quads = padded.view(-1, PANEL // 4, 4, num_groups, FP8_GROUP // 4, 2, 2)
+        steps = output_quads.permute(0, 3, 4, 1, 5, 2, 6)  # [P, G, 32, 16, 2, 4, 2]
         has_nan = ((groups & 127) == 127).any(-1)  # [P, 64, G]
         scales = F.pad(rows["scales"], (0, 0, 0, extra_rows)).view(-1, PANEL, rows["scales"].shape[1])
         scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()  # [P, G, 64]
-        panel_outputs = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
-        tables = [_scale_table(*pair) for pair in zip(scales, panel_outputs, strict=True)]
+        outputs_per_panel = [min(PANEL, len(codes) - PANEL * panel) for panel in range(len(scales))]
+        tables = [_scale_table(*pair) for pair in zip(scales, outputs_per_panel, strict=True)]
         return {"panels": torch.cat([steps.flatten(), torch.cat(tables)])}
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         num_panels, groups = -(-out_features // PANEL), -(-in_features // FP8_GROUP)
         code_bytes, scale_bytes = PANEL * FP8_GROUP * groups, 4 * PANEL * groups
         codes, table_bytes = tensors["panels"].tensor_split([num_panels * code_bytes])
-        tables, strides = torch.split(table_bytes.view(num_panels, -1), [scale_bytes, FP8_STRIDES], dim=1)
+        tables, strides = torch.split(
+            table_bytes.view(num_panels, -1), [scale_bytes, FP8_STRIDE_BYTES], dim=1
+        )
         steps = codes.reshape(num_panels, groups, -1, PANEL // 4, 2, 4, 2)  # [P, G, 32, 16, 2, 4, 2]
         weight = steps.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).flatten(0, 2)
         stride_pairs = strides.contiguous().view(torch.int32)[:, :2].long()
@@ -284,5 +286,5 @@ def _scale_table(scales: Tensor, num_outputs: int) -> Tensor:
     else:
         strides, entries = (PANEL, 1), scales.flatten()
     table[: len(entries)] = entries
-    padded = F.pad(torch.tensor(strides, dtype=torch.int32).view(torch.uint8), (0, FP8_STRIDES - 8))
+    padded = F.pad(torch.tensor(strides, dtype=torch.int32).view(torch.uint8), (0, FP8_STRIDE_BYTES - 8))
     return torch.cat([table.view(torch.uint8), padded])

@@ -96,7 +96,7 @@ class CollectiveOps:
         embeddings of other tokens are 0. The sum of the results of all ranks equals the lookup in the
         whole table.
         """
-        local = tokens - first_token_id
-        is_own = (local >= 0) & (local < len(table))
-        rows: Tensor = table[torch.where(is_own, local, 0)]
-        return rows.masked_fill(~is_own[:, None], 0)
+        local_ids = tokens - first_token_id
+        is_own = (local_ids >= 0) & (local_ids < len(table))
+        embeddings: Tensor = table[torch.where(is_own, local_ids, 0)]
+        return embeddings.masked_fill(~is_own[:, None], 0)

@@ -118,19 +118,19 @@ class ConvolutionOps(ABC):
         Raises:
             ConfigError: ``groups`` is 1 and the encoding is unknown.
         """
-        out_channels, group_channels, kernel_size = weight.shape
+        out_channels, in_channels_per_group, kernel_size = weight.shape
         linear: PackedLinear | None = None
         taps: Tensor | None = None
         grouped_weight: Tensor | None = None
         if groups == 1:
             rows = weight.permute(0, 2, 1).reshape(out_channels, -1)
             linear, bias = self.pack_linear(rows, encoding, bias=bias), None
-        elif group_channels == 1 and out_channels == groups:
+        elif in_channels_per_group == 1 and out_channels == groups:
             taps = weight[:, 0].t().float().contiguous()
             bias = None if bias is None else bias.float().contiguous()
         else:
             grouped_weight = weight.contiguous()
-        shape = (group_channels * groups, out_channels, kernel_size)
+        shape = (in_channels_per_group * groups, out_channels, kernel_size)
         return PackedConv1d(*shape, stride, padding, dilation, groups, linear, taps, grouped_weight, bias)
 
     def pack_conv_transpose1d(
@@ -152,17 +152,24 @@ class ConvolutionOps(ABC):
         Raises:
             ConfigError: ``groups`` and ``dilation`` are 1, and the encoding is unknown.
         """
-        in_channels, group_channels, kernel_size = weight.shape
+        in_channels, out_channels_per_group, kernel_size = weight.shape
         linear: PackedLinear | None = None
         grouped_weight: Tensor | None = weight.contiguous()
         if groups == dilation == 1:
-            # Output row q * stride + r is the sum over i < n of tap r + i * stride with input row q - i.
-            n = -(-kernel_size // stride)
-            taps = F.pad(weight, (0, n * stride - kernel_size)).view(in_channels, group_channels, n, stride)
-            rows = taps.flip(2).permute(3, 1, 2, 0).reshape(stride * group_channels, n * in_channels)
+            # Output row q * stride + r is the sum over i < inputs_per_output of tap r + i * stride with input
+            # row q - i.
+            inputs_per_output = -(-kernel_size // stride)
+            taps = F.pad(weight, (0, inputs_per_output * stride - kernel_size)).view(
+                in_channels, out_channels_per_group, inputs_per_output, stride
+            )
+            rows = (
+                taps.flip(2)
+                .permute(3, 1, 2, 0)
+                .reshape(stride * out_channels_per_group, inputs_per_output * in_channels)
+            )
             repeated_bias = None if bias is None else bias.repeat(stride)
             linear, grouped_weight, bias = self.pack_linear(rows, encoding, bias=repeated_bias), None, None
-        shape = (in_channels, group_channels * groups, kernel_size)
+        shape = (in_channels, out_channels_per_group * groups, kernel_size)
         fields = (stride, padding, output_padding, dilation, groups)
         return PackedConvTranspose1d(*shape, *fields, linear, grouped_weight, bias)
 
@@ -259,12 +266,12 @@ def inverse_dft_weight(window: Tensor) -> Tensor:
 
     The inputs of the layer are ``N / 2 + 1`` real parts, then ``N / 2 + 1`` imaginary parts. N must be even.
     """
-    size = len(window)
-    times = torch.arange(size, dtype=torch.float64)[:, None]
-    frequencies = torch.arange(size // 2 + 1, dtype=torch.float64)
-    angles = times * frequencies % size * (2 * torch.pi / size)
+    window_size = len(window)
+    times = torch.arange(window_size, dtype=torch.float64)[:, None]
+    frequencies = torch.arange(window_size // 2 + 1, dtype=torch.float64)
+    angles = times * frequencies % window_size * (2 * torch.pi / window_size)
     # A frequency other than the first and the last also stands for its conjugate, which is not an input.
-    counts = torch.full((size // 2 + 1,), 2.0, dtype=torch.float64)
-    counts[0] = counts[-1] = 1
-    parts = torch.cat([counts * angles.cos(), -counts * angles.sin()], 1) / size
+    multiplicities = torch.full((window_size // 2 + 1,), 2.0, dtype=torch.float64)
+    multiplicities[0] = multiplicities[-1] = 1
+    parts = torch.cat([multiplicities * angles.cos(), -multiplicities * angles.sin()], 1) / window_size
     return (parts * window.double()[:, None]).float()

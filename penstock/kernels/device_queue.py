@@ -120,23 +120,23 @@ class UploadBatch:
 
     def __init__(self, device: torch.device, num_bytes: int = 1 << 16, *, is_pinned: bool = True) -> None:
         self.device = device
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._host_bytes = self._host.numpy()
-        self._target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._host_buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._host_array = self._host_buffer.numpy()
+        self._device_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._used_bytes = 0
 
     def add(self, array: np.ndarray) -> Tensor | None:
         """Return the tensor that `copy` fills with ``array``; None if the array is empty or does not fit."""
         start, stop = self._used_bytes, self._used_bytes + array.nbytes
-        if stop > len(self._host_bytes) or array.nbytes == 0:
+        if stop > len(self._host_array) or array.nbytes == 0:
             return None
-        self._host_bytes[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._host_array[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._used_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
         dtype = torch.from_numpy(array[:0]).dtype
-        return self._target[start:stop].view(dtype).view(array.shape)
+        return self._device_buffer[start:stop].view(dtype).view(array.shape)
 
     def copy(self) -> None:
         """Copy all collected arrays to the device."""
         if self._used_bytes:
-            num_bytes = min(self._used_bytes, len(self._host_bytes))
-            self._target[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+            num_bytes = min(self._used_bytes, len(self._host_array))
+            self._device_buffer[:num_bytes].copy_(self._host_buffer[:num_bytes], non_blocking=True)

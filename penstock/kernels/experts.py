@@ -69,20 +69,20 @@ def grouped_by_expert(
         ids ascend within and across groups. The pairs of an expert ascend, and may continue in the next
         group.
     """
-    flat = topk_ids.flatten()
-    order = flat.argsort(stable=True)
+    flat_ids = topk_ids.flatten()
+    order = flat_ids.argsort(stable=True)
     if skip_other_ids:
-        sorted_ids = flat[order]
+        sorted_ids = flat_ids[order]
         order = order[(sorted_ids >= 0) & (sorted_ids < num_experts)]
-        flat = flat[(flat >= 0) & (flat < num_experts)]
-    elif len(invalid := flat[(flat < 0) | (flat >= num_experts)]):
+        flat_ids = flat_ids[(flat_ids >= 0) & (flat_ids < num_experts)]
+    elif len(invalid := flat_ids[(flat_ids < 0) | (flat_ids >= num_experts)]):
         raise IndexError(f"expert {int(invalid[0])} of {num_experts}")
     pair_counts: dict[int, int] = {}
     start = stop = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
-        while count:
-            pair_counts[expert] = min(count, start + max_pairs - stop)
-            stop, count = stop + pair_counts[expert], count - pair_counts[expert]
+    for expert, num_pairs in enumerate(torch.bincount(flat_ids, minlength=num_experts).tolist()):
+        while num_pairs:
+            pair_counts[expert] = min(num_pairs, start + max_pairs - stop)
+            stop, num_pairs = stop + pair_counts[expert], num_pairs - pair_counts[expert]
             if stop == start + max_pairs:
                 yield order[start:stop], pair_counts
                 pair_counts, start = {}, stop

@@ -142,7 +142,7 @@ class GraphCache:
         self._pads_columns = pads_columns
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently used first
         # Keys that occurred, oldest first, each with the reason why its step cannot be captured, or None.
-        self._seen: OrderedDict[Hashable, str | None] = OrderedDict()
+        self._reason_by_key: OrderedDict[Hashable, str | None] = OrderedDict()
         self._last_graph: Graph | None = None
         self._eager_reason: str | None = None  # why the last step without a graph ran eagerly
 
@@ -196,20 +196,20 @@ class GraphCache:
             self._last_graph = graph
             return graph.replay(list(inputs.values()))
         self._last_graph = None
-        if key not in self._seen:  # capturing a step that does not recur costs more than it saves
-            self._seen[key] = None
-            if len(self._seen) > _MAX_SEEN_KEYS:
-                self._seen.popitem(last=False)
+        if key not in self._reason_by_key:  # capturing a step that does not recur costs more than it saves
+            self._reason_by_key[key] = None
+            if len(self._reason_by_key) > _MAX_SEEN_KEYS:
+                self._reason_by_key.popitem(last=False)
             self._eager_reason = "a step of this shape ran once"
             return None
-        if (reason := self._seen[key]) is not None:
+        if (reason := self._reason_by_key[key]) is not None:
             self._eager_reason = reason
             return None
         return self._capture(key, inputs, step)
 
     def captures_next(self, key: Hashable) -> bool:
         """Return whether `run` will try to capture a step with this key."""
-        return key not in self._graphs and self._seen.get(key, "") is None
+        return key not in self._graphs and self._reason_by_key.get(key, "") is None
 
     def has(self, key: Hashable) -> bool:
         """Return whether there is a graph for ``key``. Without a graph, `run_loop` returns None."""
@@ -248,11 +248,11 @@ class GraphCache:
             with torch.inference_mode():
                 graph, results = self.compiler.capture(step, graph_inputs)
         except UnrecordableStepError as error:
-            self._eager_reason = self._seen[key] = str(error)
+            self._eager_reason = self._reason_by_key[key] = str(error)
             return None  # the caller runs the step eagerly, which overwrites the same keys and values
         graph_bytes, max_bytes = _count_bytes([graph]), self._max_bytes
         if max_bytes is not None and graph_bytes > max_bytes:
-            self._eager_reason = self._seen[key] = (
+            self._eager_reason = self._reason_by_key[key] = (
                 f"a graph of {graph_bytes:,} bytes exceeds the limit of {max_bytes:,} bytes"
             )
             return results

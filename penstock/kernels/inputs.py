@@ -1,7 +1,9 @@
 """The tensor structs that operations read. Letters in shapes:
 
 T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks or states,
-M maximum blocks per sequence in this step, V vocabulary, L layers, E hidden size.
+M maximum blocks per sequence in this step, V vocabulary, L layers, E hidden size, C channels of a
+convolution, F dimensions of a value head. R is the number of rows of logits or of selected rows, and in
+matrices of adapters the maximum rank. Other letters are explained where they are used.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class LayerKV:
 class LayerState:
     """The states of one layer with linear attention in one step. Operations update the states in place."""
 
-    inputs: Tensor  # [N, W, C]: the last W inputs of the convolution of each state
+    inputs: Tensor  # [N, W, C]: the last W rows of inputs of the convolution of each state
     recurrent: Tensor  # [N, H, D, F] float32
     slots: Tensor  # [B] int64: index of each sequence's state
     saves: Tensor  # [B * NUM_SAVES * 2] int64: see `StateInputs.saves`

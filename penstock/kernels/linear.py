@@ -76,10 +76,10 @@ def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_rows, in_features = x.shape
     padding = -num_rows % ROW_TILE
     padded = F.pad(x, (0, 0, 0, padding)) if padding else x
-    block = INPUT_BLOCK if x.dtype == torch.float32 else in_features
-    y = F.linear(padded[:, :block], weight[:, :block])
-    for start in range(block, in_features, block):
-        stop = start + block
+    inputs_per_product = INPUT_BLOCK if x.dtype == torch.float32 else in_features
+    y = F.linear(padded[:, :inputs_per_product], weight[:, :inputs_per_product])
+    for start in range(inputs_per_product, in_features, inputs_per_product):
+        stop = start + inputs_per_product
         y += F.linear(padded[:, start:stop], weight[:, start:stop])
     y = y[:num_rows]
     return y if bias is None else y + bias.to(x.dtype)
@@ -105,10 +105,10 @@ def pack_linear(
 
 def _concatenate(parts: tuple[Tensor, ...]) -> Tensor:
     """Return the parts as one tensor, in order."""
-    first = parts[0]
-    if first.is_meta:  # torch.cat of meta tensors imports torch._dynamo, and with it triton if installed
-        rows = sum(part.shape[0] for part in parts)
-        return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device="meta")
+    first_part = parts[0]
+    if first_part.is_meta:  # torch.cat of meta tensors imports torch._dynamo, and with it triton if installed
+        num_rows = sum(part.shape[0] for part in parts)
+        return torch.empty((num_rows, *first_part.shape[1:]), dtype=first_part.dtype, device="meta")
     return torch.cat(parts)
 
 

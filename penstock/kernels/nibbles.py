@@ -36,9 +36,9 @@ def signed_offset(encoding: LinearEncoding) -> int:
 def to_nibbles(rows: Mapping[str, Tensor], encoding: LinearEncoding) -> dict[str, Tensor]:
     """Return the tensors of a weight in nibbles; ``rows`` are the tensors of `LinearEncoding.pack`."""
     weight, offset = rows["weight"], signed_offset(encoding)
-    stored = (weight.short() + offset).to(torch.uint8)
-    padded = F.pad(stored, (0, -stored.shape[1] % _PAIR_INPUTS), value=offset)
-    pairs = padded.view(len(stored), padded.shape[1] // _PAIR_INPUTS, 2, _PAIR_INPUTS // 2)
+    stored_codes = (weight.short() + offset).to(torch.uint8)
+    padded = F.pad(stored_codes, (0, -stored_codes.shape[1] % _PAIR_INPUTS), value=offset)
+    pairs = padded.view(len(stored_codes), padded.shape[1] // _PAIR_INPUTS, 2, _PAIR_INPUTS // 2)
     return {**rows, "weight": (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1).contiguous()}
 
 
@@ -48,8 +48,8 @@ def from_nibbles(
     """Return the tensors ``rows`` from which `to_nibbles` computed ``tensors``."""
     row_bytes = tensors["weight"]
     pairs = row_bytes.view(len(row_bytes), -1, _PAIR_INPUTS // 2)
-    stored = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]
-    weight = (stored.short() - signed_offset(encoding)).to(encoding.storage_dtype.to_torch())
+    stored_codes = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :in_features]
+    weight = (stored_codes.short() - signed_offset(encoding)).to(encoding.storage_dtype.to_torch())
     return {**tensors, "weight": weight.contiguous()}
 
 

@@ -77,7 +77,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
 
     @property
     def description(self) -> str:
-        """Name of the back end, followed by its instruction set if it has several."""
+        """Name of the back end, followed by its variant if it has several, for example by instruction set."""
         return self.name
 
     def pack_into(self, memory: PrefaultedMemory) -> None:  # optional
@@ -376,7 +376,7 @@ class Ops(EncoderOps, RecurrentOps, ConvolutionOps, RoutingOps, CollectiveOps):
         self,
         logits: Tensor,  # [R, V]
         sampling: SamplingInputs,
-        bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32, bit 1 = allowed
+        bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32; a bit of 1 allows its token
     ) -> Tensor:  # [R] int64
         """Sample one token per row.
 

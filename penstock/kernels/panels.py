@@ -121,27 +121,33 @@ class GroupPanels(PanelLayout):
         steps = (
             (groups & 15).view(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)
         )  # [P, G, 4, 64, 4, 2]
-        low = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
-        fifth = ((groups >> 4).long() << FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
-        words = (fifth[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)  # [P, G, 256]
-        columns = F.pad(scales, (0, 0, 0, extra_rows)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
-        scale_bytes = columns.contiguous().view(torch.uint8)  # [P, G, 128]
+        low_bytes = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
+        fifth_bit_words = ((groups >> 4).long() << FIFTH_BITS.flatten()).sum(-1)  # [P, G, 64]
+        fifth_bits = fifth_bit_words[..., None] >> torch.arange(0, 32, 8) & 255
+        fifth_bit_bytes = fifth_bits.to(torch.uint8).flatten(2)  # [P, G, 256]
+        scale_columns = F.pad(scales, (0, 0, 0, extra_rows)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
+        scale_bytes = scale_columns.contiguous().view(torch.uint8)  # [P, G, 128]
         return {
-            "panels": torch.cat([low, words, scale_bytes] if self._bits > 4 else [low, scale_bytes], dim=2)
+            "panels": torch.cat(
+                [low_bytes, fifth_bit_bytes, scale_bytes] if self._bits > 4 else [low_bytes, scale_bytes],
+                dim=2,
+            )
         }
 
     def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
         panels = tensors["panels"]
-        low, columns = panels[..., :_LOW_BYTES], panels[..., -2 * PANEL :]
-        pairs = low.reshape(*low.shape[:2], 4, PANEL, 4).short()  # [P, G, 4, 64, 4]
+        low_bytes, scale_bytes = panels[..., :_LOW_BYTES], panels[..., -2 * PANEL :]
+        pairs = low_bytes.reshape(*low_bytes.shape[:2], 4, PANEL, 4).short()  # [P, G, 4, 64, 4]
         steps = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
         groups = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
         if self._bits > 4:
-            words = panels[..., _LOW_BYTES : -2 * PANEL]
-            shifted_bytes = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
+            fifth_bit_bytes = panels[..., _LOW_BYTES : -2 * PANEL]
+            shifted_bytes = fifth_bit_bytes.reshape(
+                *fifth_bit_bytes.shape[:2], PANEL, 4
+            ).long() << torch.arange(0, 32, 8)
             groups = groups | (shifted_bytes.sum(-1, keepdim=True) >> FIFTH_BITS.flatten() & 1).short() << 4
         integers = (groups - (1 << self._bits - 1)).to(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
-        scales = columns.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
+        scales = scale_bytes.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
         return {
             "weight": integers[:out_features, :in_features].contiguous(),
             "scales": scales[:out_features].contiguous(),
@@ -150,8 +156,8 @@ class GroupPanels(PanelLayout):
 
 def _interleave_rows(weight: Tensor, terms: int) -> Tensor:
     """Return ``[N, K]`` as ``[N / 64, K / terms, 64, terms]``, padded with zeros."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, -inputs % terms, 0, -outputs % PANEL))
+    out_features, in_features = weight.shape
+    padded = F.pad(weight, (0, -in_features % terms, 0, -out_features % PANEL))
     return padded.view(-1, PANEL, padded.shape[1] // terms, terms).transpose(1, 2).contiguous()
 
 

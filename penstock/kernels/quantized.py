@@ -18,7 +18,7 @@ from penstock.kernels.encodings._sizes import GROUP
 
 _MIN_MAGNITUDE = 1e-30
 """A row or group whose largest magnitude x is below this counts as 0. 127 / x is finite above it."""
-_MAX_HALF = 65504.0
+_MAX_FLOAT16 = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """Candidates of the scale search for 4 bits. A candidate d scales a group's largest weight to -d.
 
@@ -29,7 +29,7 @@ MAX_EXTRAS = 15
 """Maximum number of extra bytes of a quantized row of activations, beyond one byte per input."""
 INPUTS_PER_EXTRA = 32
 """Minimum number of inputs of a row per extra byte. It limits the extra bytes of short rows."""
-_RANGES = (1.5, 2, 3, 4, 6, 8, 12, 16)
+_TARGET_MULTIPLES = (1.5, 2, 3, 4, 6, 8, 12, 16)
 """The largest magnitude of a row of activations may be scaled to 127 times one of these, instead of 127."""
 
 _ROWS_PER_SEARCH = 512  # rows of a weight per scale search; limits its memory to some megabytes
@@ -76,16 +76,17 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows ``x [T, in]`` like `quantize`, but as int32 and with some integers beyond -127..127.
 
-    A kernel represents an integer beyond the range by several bytes in -127..127 that add up to the integer.
+    A CPU kernel represents an integer beyond the range by several bytes in -127..127 that add up to it.
     A row may have `MAX_EXTRAS` extra bytes, but at most one per `INPUTS_PER_EXTRA` inputs. The largest
-    magnitude of a row is scaled to 127 times one of `_RANGES`: the last one before the first that needs more
-    extra bytes. If the first of `_RANGES` needs more, the largest magnitude is scaled to 127.
+    magnitude of a row is scaled to 127 times one of `_TARGET_MULTIPLES`: the last one before the first that
+    needs more extra bytes. If the first of `_TARGET_MULTIPLES` needs more, the largest magnitude is scaled to
+    127.
     """
     x = x.float()
     largest = x.abs().amax(-1)
     max_extras = min(MAX_EXTRAS, x.shape[-1] // INPUTS_PER_EXTRA)
     target, fits = torch.full_like(largest, 127), _can_scale(largest)
-    for multiple in _RANGES:
+    for multiple in _TARGET_MULTIPLES:
         candidate = torch.full_like(largest, 127 * multiple)
         magnitudes = _scale_rows(x, largest, candidate)[0].abs()
         fits = fits & (((magnitudes.long() - 1).clamp_min(0) // 127).sum(-1) <= max_extras)
@@ -127,9 +128,9 @@ def _scale_rows(x: Tensor, largest: Tensor, target: Tensor) -> tuple[Tensor, Ten
     is scaled. ``target`` is a tensor, because torch computes a quotient with a Python number through a
     reciprocal, which rounds differently.
     """
-    valid = _can_scale(largest)
-    integers = torch.where(valid[..., None], (x * (target / largest)[..., None]).round(), 0)
-    return integers, torch.where(valid, largest / target, 0).masked_fill(~largest.isfinite(), torch.nan)
+    is_valid = _can_scale(largest)
+    integers = torch.where(is_valid[..., None], (x * (target / largest)[..., None]).round(), 0)
+    return integers, torch.where(is_valid, largest / target, 0).masked_fill(~largest.isfinite(), torch.nan)
 
 
 def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -146,21 +147,21 @@ def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tenso
     largest = groups.gather(-1, index)  # [out, G, 1]
     best_scale = torch.full_like(largest, torch.nan)
     best_fit = torch.full_like(largest, -1)
-    for number in _DIVISORS:
-        divisor = torch.full_like(largest, -number * 2.0 ** (bits - 4))
-        x = groups * torch.where(largest.abs() < _MIN_MAGNITUDE, 0, divisor / largest)
-        integers = x.clamp(low, high).round()
-        product, square = torch.zeros_like(largest), torch.zeros_like(largest)
-        for k in range(GROUP):  # one after another, in the order of the C++ kernel
-            product += (x * importance * integers)[..., k, None]
-            square += (integers.square() * importance)[..., k, None]
-        weight_product = product / divisor  # sum(hwq), in units of the largest weight
-        fit = torch.where(square == 0, 0, weight_product * weight_product / square)
-        scale = torch.where(square == 0, 0, product / square * (largest / divisor))
+    for base_divisor in _DIVISORS:
+        divisor = torch.full_like(largest, -base_divisor * 2.0 ** (bits - 4))
+        scaled_groups = groups * torch.where(largest.abs() < _MIN_MAGNITUDE, 0, divisor / largest)
+        integers = scaled_groups.clamp(low, high).round()
+        scaled_hwq_sum, hqq_sum = torch.zeros_like(largest), torch.zeros_like(largest)
+        for column in range(GROUP):  # one after another, in the order of the C++ kernel
+            scaled_hwq_sum += (scaled_groups * importance * integers)[..., column, None]
+            hqq_sum += (integers.square() * importance)[..., column, None]
+        normed_hwq_sum = scaled_hwq_sum / divisor  # sum(hwq), in units of the largest weight
+        fit = torch.where(hqq_sum == 0, 0, normed_hwq_sum * normed_hwq_sum / hqq_sum)
+        scale = torch.where(hqq_sum == 0, 0, scaled_hwq_sum / hqq_sum * (largest / divisor))
         is_better = fit > best_fit
         best_fit = torch.where(is_better, fit, best_fit)
         best_scale = torch.where(is_better, scale, best_scale)
-    scale = best_scale.clamp(-_MAX_HALF, _MAX_HALF).half().float() + 0  # + 0 turns -0 into 0
+    scale = best_scale.clamp(-_MAX_FLOAT16, _MAX_FLOAT16).half().float() + 0  # + 0 turns -0 into 0
     inverse = torch.where(scale == 0, 0, 1 / scale)
     integers = (groups * inverse).clamp(low, high).round().masked_fill(scale.isnan(), 0)
     return integers.to(torch.int8), scale[..., 0].half()

@@ -7,7 +7,7 @@ location, so that a replay needs neither the model nor Python between two operat
   Their contents may change in place. The experts of a layer are held as one object, because there may be
   hundreds.
 * An *input* is an argument of each replay: tokens, positions, block tables, the adapter of each row.
-* Every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes share memory.
+* Every other tensor is at an offset of the *arena*. Tensors with disjoint lifetimes can share memory.
 
 A step can be recorded if its model applies only operations and views to activations. The result of any
 other function has no known location. Passing such a result to an operation raises `UnrecordableStepError`.
@@ -152,7 +152,7 @@ class _Recorder:
 
     def add(self, operation: str, arguments: Arguments, results: Results) -> None:
         """Append a record and remember the locations of its results."""
-        refs = tuple(self._result(tensor) for tensor in result_tensors(results))
+        refs = tuple(self._result_ref(tensor) for tensor in result_tensors(results))
         self.records.append(Record(operation, arguments, refs))
 
     def activation_ref(self, tensor: Tensor) -> TensorRef:
@@ -179,9 +179,9 @@ class _Recorder:
     def references(self, value: object) -> object:
         """Return an argument in which a `TensorRef` replaces each tensor, except those of `PackedExperts`."""
         if isinstance(value, LayerKV):  # all steps use the same cache, but other block tables and slots
-            return self._replace(value, ("cache", "scales"), ("block_tables", "slots"))
+            return self._replace_tensors(value, ("cache", "scales"), ("block_tables", "slots"))
         if isinstance(value, LayerState):  # all steps use the same states, but other slots
-            return self._replace(value, ("inputs", "recurrent"), ("slots", "saves"))
+            return self._replace_tensors(value, ("inputs", "recurrent"), ("slots", "saves"))
         if isinstance(value, LoRAInputs):  # all steps use the same matrices, whose contents may change
             matrices, ranks = (
                 _map_objects(part, Tensor, self.weight_ref) for part in (value.matrices, value.ranks)
@@ -194,7 +194,7 @@ class _Recorder:
             return replace(value, **lora_refs)
         return _map_objects(value, Tensor, self.activation_ref)
 
-    def _replace(
+    def _replace_tensors(
         self, value: LayerKV | LayerState, weights: Sequence[str], activations: Sequence[str]
     ) -> object:
         """Return a copy in which references replace the tensors of some fields. None stays None."""
@@ -204,7 +204,7 @@ class _Recorder:
             refs[name] = None if tensor is None else self.weight_ref(tensor)
         return replace(value, **refs)
 
-    def _result(self, tensor: Tensor) -> TensorRef:
+    def _result_ref(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._locations:
             self._locations[pointer] = ("arena", len(self.buffers))
@@ -258,27 +258,27 @@ def _allocate_arena(
     """
     first_use: dict[int, int] = {}
     last_use: dict[int, int] = {}
-    for time, operation in enumerate(records):
+    for record_index, operation in enumerate(records):
         for ref in (*_find_refs(operation.arguments), *operation.results):
             if ref.kind == "arena":
-                first_use.setdefault(ref.index, time)
-                last_use[ref.index] = time
+                first_use.setdefault(ref.index, record_index)
+                last_use[ref.index] = record_index
     last_use |= {ref.index: len(records) for ref in results if ref.kind == "arena"}
     offsets: list[int] = []
     sizes = [-(-buffer.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for buffer in buffers]
     for index, size in enumerate(sizes):
-        alive = sorted(
+        occupied_ranges = sorted(
             (offsets[other], offsets[other] + sizes[other])
             for other in range(index)
             if first_use[other] <= last_use[index] and first_use[index] <= last_use[other]
         )
         offset = 0
-        for begin, end in alive:
+        for begin, end in occupied_ranges:
             if offset + size <= begin:
                 break
             offset = max(offset, end)
         offsets.append(offset)
-    return offsets, max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
+    return offsets, max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
 
 
 def _make_reference(location: tuple[str, int], tensor: Tensor) -> TensorRef:

@@ -24,10 +24,10 @@ class ScoreRouting:
     """Whether the scores of the selected experts are divided by their sum."""
     scale: float = 1.0
     """Factor by which the weights are multiplied at the end."""
-    groups: int = 1
+    num_groups: int = 1
     """Number of groups of consecutive experts. Each row selects groups first, then experts in the selected
     groups."""
-    top_groups: int = 1
+    num_top_groups: int = 1
     """Number of groups to select. Groups are ranked by the sum of their two largest biased scores."""
     min_sum: float = 1e-20
     """Lower bound of the divisor of the normalized weights."""

@@ -187,8 +187,8 @@ def drop_shared_gate(layer: Any) -> Any:
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "correction bias dropped": mutate_experts(correction_bias=lambda bias: None),
     "scaling factor 1": mutate_routing(scale=1.0),
-    "expert groups ignored": mutate_routing(groups=1),
-    "one expert group too few": mutate_routing(top_groups=1),
+    "expert groups ignored": mutate_routing(num_groups=1),
+    "one expert group too few": mutate_routing(num_top_groups=1),
     "unnormalized top-k weights": mutate_routing(is_normed=False),
     "softmax instead of sigmoid scores": mutate_routing(scores="softmax"),
     "sigmoid instead of softmax scores": mutate_routing(scores="sigmoid"),

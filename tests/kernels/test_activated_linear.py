@@ -24,16 +24,16 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 @pytest.mark.parametrize("encoding", COMPARED_ENCODINGS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 96)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (200, 96)])
 def test_activated_linear_is_bit_equal_to_linear_and_activation(
-    ops: Ops, encoding: str, outputs: int, inputs: int
+    ops: Ops, encoding: str, out_features: int, in_features: int
 ) -> None:
     packed_weight = ops.pack_linear(
-        torch.randn(outputs, inputs) / inputs**0.5, encoding, bias=torch.randn(outputs)
+        torch.randn(out_features, in_features) / in_features**0.5, encoding, bias=torch.randn(out_features)
     )
     dtype = encoding_named(encoding).compute_dtype.to_torch()
     for rows, activation in zip((1, 2, 7, 13, 40), ACTIVATIONS, strict=True):
-        x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
+        x = torch.randn(rows, 2 * in_features).to(dtype)[:, :in_features]
         expected = ops.activation(ops.linear(x, packed_weight), activation)
         assert torch.equal(ops.activated_linear(x, packed_weight, activation), expected)
 
@@ -66,13 +66,13 @@ def test_adapters_are_added_before_the_activation(ops: Ops, encoding: str) -> No
 def test_means_of_sequences_equal_torch_and_do_not_depend_on_other_sequences(
     ops: Ops, dtype: torch.dtype, width: int
 ) -> None:
-    offsets = [0, *accumulate([3, 1, 70, 5, 200])]
-    x = torch.randn(offsets[-1], 2 * width).to(dtype)[:, :width]
-    actual = ops.sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    row_offsets = [0, *accumulate([3, 1, 70, 5, 200])]
+    x = torch.randn(row_offsets[-1], 2 * width).to(dtype)[:, :width]
+    actual = ops.sequence_means(x, torch.tensor(row_offsets, dtype=torch.int32))
     assert actual.dtype == torch.float32
-    expected = ReferenceOps().sequence_means(x, torch.tensor(offsets, dtype=torch.int32))
+    expected = ReferenceOps().sequence_means(x, torch.tensor(row_offsets, dtype=torch.int32))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    for (start, stop), mean in zip(pairwise(offsets), actual, strict=True):
+    for (start, stop), mean in zip(pairwise(row_offsets), actual, strict=True):
         torch.testing.assert_close(mean, x[start:stop].float().mean(0), rtol=1e-5, atol=1e-6)
         single_result = ops.sequence_means(x[start:stop], torch.tensor([0, stop - start], dtype=torch.int32))
         assert torch.equal(single_result[0], mean)

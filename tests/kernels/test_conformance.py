@@ -67,9 +67,9 @@ def assert_agrees(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
-def test_rms_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # the rows are strided
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
+def test_rms_norms_agree_with_the_reference(ops: Ops, dtype: torch.dtype, num_rows: int, width: int) -> None:
+    x, residual = torch.randn(2, num_rows, 2 * width).to(dtype)[:, :, :width]  # the rows are strided
     for weight in (torch.randn(width), torch.randn(width).to(dtype)):
         assert_agrees(lambda ops, weight=weight: ops.rms_norm(x, weight, 1e-5), ops)
         assert_agrees(lambda ops, weight=weight: ops.add_rms_norm(x, residual, weight, 1e-5), ops)
@@ -98,9 +98,11 @@ def test_rms_norm_of_heads_agrees_with_the_reference(ops: Ops, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (8, 100), (33, 257)])
-def test_layer_norm_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (3 + torch.randn(rows, 2 * width)).to(dtype)[:, :width]
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 64), (8, 100), (33, 257)])
+def test_layer_norm_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, num_rows: int, width: int
+) -> None:
+    x = (3 + torch.randn(num_rows, 2 * width)).to(dtype)[:, :width]
     weight, bias = torch.randn(2, width).to(dtype)
     assert_agrees(lambda ops: ops.layer_norm(x, weight, bias, 1e-5), ops)
     x64 = x.double()
@@ -135,11 +137,11 @@ def test_layer_norm_of_heads_applies_a_weight_and_bias_per_head(ops: Ops, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 50), (33, 257)])
 def test_elementwise_operations_agree_with_the_reference(
-    ops: Ops, dtype: torch.dtype, rows: int, width: int
+    ops: Ops, dtype: torch.dtype, num_rows: int, width: int
 ) -> None:
-    x, y = (5 * torch.randn(2, rows, 2 * width)).to(dtype)[:, :, :width]
+    x, y = (5 * torch.randn(2, num_rows, 2 * width)).to(dtype)[:, :, :width]
     assert_agrees(lambda ops: ops.add(x, y), ops)
     assert_agrees(lambda ops: ops.multiply(x, y), ops)
     assert_agrees(lambda ops: ops.scale(x, 0.22), ops)
@@ -164,23 +166,25 @@ TORCH_ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
-def test_xielu_agrees_with_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (5 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 50), (33, 257)])
+def test_xielu_agrees_with_its_definition(ops: Ops, dtype: torch.dtype, num_rows: int, width: int) -> None:
+    x = (5 * torch.randn(num_rows, 2 * width)).to(dtype)[:, :width]
     for activation in (XIELU(0.8, 1.3, 0.5, -1e-6), XIELU(0.1, 0.7, 0.25, -0.5)):
         assert_agrees(lambda ops, activation=activation: ops.xielu(x, activation), ops)
         x64 = x.double()
-        negative_part = activation.negative * (x64.clamp(max=activation.eps).expm1() - x64)
+        negative_part = activation.negative_factor * (x64.clamp(max=activation.eps).expm1() - x64)
         expected = activation.slope * x64 + torch.where(
-            x64 > 0, activation.positive * x64.square(), negative_part
+            x64 > 0, activation.positive_factor * x64.square(), negative_part
         )
         assert are_close(ops.xielu(x, activation), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "rotary_dim"), [(8, 8), (64, 64), (80, 32), (128, 128)])
-def test_rotary_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
-    q, k, _ = fused_qkv(33, 4, 2, dim, dtype)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (80, 32), (128, 128)])
+def test_rotary_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, head_dim: int, rotary_dim: int
+) -> None:
+    q, k, _ = fused_qkv(33, 4, 2, head_dim, dtype)
     angles = torch.rand(33, rotary_dim // 2) * 6
     for is_interleaved in (False, True):
         assert_agrees(
@@ -203,46 +207,48 @@ def test_interleaved_rotary_of_reordered_dimensions_equals_half_split_rotary(ops
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 704)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 50), (33, 704)])
 def test_gated_activation_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, activation: str, rows: int, width: int
+    ops: Ops, dtype: torch.dtype, activation: str, num_rows: int, width: int
 ) -> None:
-    x = (4 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
+    x = (4 * torch.randn(num_rows, 3 * width)).to(dtype)[:, : 2 * width]
     assert_agrees(lambda ops: ops.gated_activation(x, activation), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 50), (33, 257)])
 def test_clamped_swiglu_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, rows: int, width: int
+    ops: Ops, dtype: torch.dtype, num_rows: int, width: int
 ) -> None:
-    x = (5 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
+    x = (5 * torch.randn(num_rows, 3 * width)).to(dtype)[:, : 2 * width]
     assert_agrees(lambda ops: ops.clamped_swiglu(x, ClampedSwiGLU(1.702, 7.0)), ops)
     clamped_result = ops.clamped_swiglu(100 * x, ClampedSwiGLU(1.702, 7.0)).float()
     assert (clamped_result.abs() <= 56).all()
-    assert (clamped_result > 55.9).any() or rows == 1
+    assert (clamped_result > 55.9).any() or num_rows == 1
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ["all", "all_normed", "chosen"])
-@pytest.mark.parametrize(("rows", "experts", "top"), [(1, 1, 1), (5, 8, 2), (33, 60, 7), (70, 128, 128)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "top_k"), [(1, 1, 1), (5, 8, 2), (33, 60, 7), (70, 128, 128)]
+)
 def test_routes_agree_with_the_reference(
-    ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int
+    ops: Ops, dtype: torch.dtype, routing: Routing, num_rows: int, num_experts: int, top_k: int
 ) -> None:
     # These logits are distinct in bfloat16 as well.
-    distinct_logits = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8
-    logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
-    assert_agrees(lambda ops: ops.route(logits, top, routing), ops)
-    assert_agrees(lambda ops: ops.route(100 * logits, top, routing)[0], ops)
+    distinct_logits = torch.stack([torch.randperm(num_experts) for _ in range(num_rows)]) / 8
+    logits = torch.cat([distinct_logits, torch.full((num_rows, 3), 99.0)], dim=1).to(dtype)[:, :num_experts]
+    assert_agrees(lambda ops: ops.route(logits, top_k, routing), ops)
+    assert_agrees(lambda ops: ops.route(100 * logits, top_k, routing)[0], ops)
 
 
 SCORE_ROUTINGS = {
     "sigmoid": ScoreRouting("sigmoid", is_normed=False),
     "sigmoid, normalized and scaled": ScoreRouting("sigmoid", is_normed=True, scale=2.5),
     "softmax": ScoreRouting("softmax", is_normed=True, min_sum=0.3),
-    "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, groups=4, top_groups=2),
-    "softmax groups": ScoreRouting("softmax", is_normed=False, groups=10, top_groups=3, scale=0.5),
+    "sigmoid groups": ScoreRouting("sigmoid", is_normed=True, num_groups=4, num_top_groups=2),
+    "softmax groups": ScoreRouting("softmax", is_normed=False, num_groups=10, num_top_groups=3, scale=0.5),
 }
 
 
@@ -252,25 +258,25 @@ SCORE_ROUTINGS = {
 def test_routes_by_scores_agree_with_the_reference(
     ops: Ops, dtype: torch.dtype, routing: str, has_bias: bool
 ) -> None:
-    rows, experts = 33, 60
+    num_rows, num_experts = 33, 60
     # These logits are distinct in bfloat16 as well.
-    distinct_logits = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8 - 3.5
-    logits = torch.cat([distinct_logits, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
-    bias = torch.randn(experts) / 5 if has_bias else None
+    distinct_logits = torch.stack([torch.randperm(num_experts) for _ in range(num_rows)]) / 8 - 3.5
+    logits = torch.cat([distinct_logits, torch.full((num_rows, 3), 99.0)], dim=1).to(dtype)[:, :num_experts]
+    bias = torch.randn(num_experts) / 5 if has_bias else None
     assert_agrees(lambda ops: ops.route(logits, 6, SCORE_ROUTINGS[routing], bias), ops)
 
 
 def test_routes_by_sigmoid_scores_in_groups_agree_with_their_definition() -> None:
     logits, bias = torch.randn(9, 12).double(), torch.randn(12).double() / 5
-    routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, groups=4, top_groups=2)
+    routing = ScoreRouting("sigmoid", is_normed=True, scale=2.5, num_groups=4, num_top_groups=2)
     topk_weights, topk_ids = REFERENCE.route(logits.float(), 3, routing, bias.float())
     for row in range(9):
         scores = logits[row].sigmoid()
-        ranks = (scores + bias).tolist()
-        group_scores = [sum(sorted(ranks[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
+        ranking_scores = (scores + bias).tolist()
+        group_scores = [sum(sorted(ranking_scores[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
         selected_groups = sorted(range(4), key=lambda g: -group_scores[g])[:2]
         order = sorted(
-            (i for g in selected_groups for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranks[i]
+            (i for g in selected_groups for i in range(3 * g, 3 * g + 3)), key=lambda i: -ranking_scores[i]
         )[:3]
         assert topk_ids[row].tolist() == order
         expected = 2.5 * scores[order] / scores[order].sum()
@@ -279,12 +285,12 @@ def test_routes_by_sigmoid_scores_in_groups_agree_with_their_definition() -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eps", [0.01, 0.3])
-@pytest.mark.parametrize(("experts", "top"), [(5, 2), (16, 2), (60, 4)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (16, 2), (60, 4)])
 def test_routes_of_a_sparse_mixer_agree_with_the_reference(
-    ops: Ops, dtype: torch.dtype, eps: float, experts: int, top: int
+    ops: Ops, dtype: torch.dtype, eps: float, num_experts: int, top_k: int
 ) -> None:
-    logits = torch.stack([torch.randperm(experts) for _ in range(33)]).to(dtype) / 8 - 2
-    assert_agrees(lambda ops: ops.route(logits, top, SparseMixer(eps)), ops)
+    logits = torch.stack([torch.randperm(num_experts) for _ in range(33)]).to(dtype) / 8 - 2
+    assert_agrees(lambda ops: ops.route(logits, top_k, SparseMixer(eps)), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -366,24 +372,26 @@ def check_invalid_index(ops: Ops, table: Tensor, indices: Tensor, values: Tensor
             assert rows[1].isnan().all()
 
 
-@pytest.mark.parametrize("rows", [1, 40, 3000])
-def test_rope_rows_agree_with_indexing(ops: Ops, rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 40, 3000])
+def test_rope_rows_agree_with_indexing(ops: Ops, num_rows: int) -> None:
     cos, sin = torch.randn(2, 50, 33)
-    positions = torch.randint(0, 50, (rows,))
+    positions = torch.randint(0, 50, (num_rows,))
     for actual, table in zip(ops.rope_rows(positions, cos, sin), (cos, sin), strict=True):
         assert torch.equal(actual, table[positions])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (37, 40), (130, 96), (5, 7)])
-def test_linear_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (37, 40), (130, 96), (5, 7)])
+def test_linear_agrees_with_the_reference(
+    ops: Ops, dtype: torch.dtype, out_features: int, in_features: int
+) -> None:
+    weight, bias = torch.randn(out_features, in_features) / in_features**0.5, torch.randn(out_features)
     for packed_weight in (
         ops.pack_linear(weight, str(dtype).removeprefix("torch.")),
         ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
     ):
-        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
-            x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
+        for num_rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
+            x = torch.randn(num_rows, 2 * in_features).to(dtype)[:, :in_features]
             assert_agrees(lambda ops, x=x, p=packed_weight: ops.linear(x, p), ops)
 
 
@@ -391,22 +399,30 @@ def test_linear_agrees_with_the_reference(ops: Ops, dtype: torch.dtype, outputs:
 
 
 def layer_with_adapters(
-    ops: Ops, rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, has_different_ranks: bool = False
+    ops: Ops,
+    rows: Tensor,
+    rank: int,
+    in_features: int,
+    dtype: torch.dtype,
+    *,
+    has_different_ranks: bool = False,
 ) -> tuple[PackedLinear, LoRAInputs]:
     """Return a fused linear layer with adapters on all slices but the middle one.
 
     With ``has_different_ranks``, values of the matrices beyond the rank of an adapter are NaN.
     """
-    sizes = {"q": 37, "k": 8, "v": 24}
+    slice_sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
-    slices = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
-    weight = torch.randn(stops[-1], inputs) / inputs**0.5
+    slices = [
+        LinearSlice(n, end - size, end) for (n, size), end in zip(slice_sizes.items(), stops, strict=True)
+    ]
+    weight = torch.randn(stops[-1], in_features) / in_features**0.5
     packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=slices)
     num_adapters = max(int(rows.max()) + 1, 1)
     matrices, ranks = {}, {}
     for name in ("q", "v"):
-        down = (torch.randn(num_adapters, rank, inputs) / inputs**0.5).to(dtype)
-        up = (torch.randn(num_adapters, rank, sizes[name]) / rank**0.5).to(dtype)
+        down = (torch.randn(num_adapters, rank, in_features) / in_features**0.5).to(dtype)
+        up = (torch.randn(num_adapters, rank, slice_sizes[name]) / rank**0.5).to(dtype)
         if has_different_ranks:
             ranks[name] = torch.randint(0, rank + 1, (num_adapters,))
             for adapter, adapter_rank in enumerate(ranks[name].tolist()):
@@ -429,15 +445,15 @@ ADAPTERS_OF_ROWS = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("batch_name", ADAPTERS_OF_ROWS)
-@pytest.mark.parametrize(("rank", "inputs"), [(4, 16), (1, 64), (9, 50), (64, 33), (256, 40)])
+@pytest.mark.parametrize(("rank", "in_features"), [(4, 16), (1, 64), (9, 50), (64, 33), (256, 40)])
 def test_linear_with_adapters_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, batch_name: str, rank: int, inputs: int
+    ops: Ops, dtype: torch.dtype, batch_name: str, rank: int, in_features: int
 ) -> None:
     rows = torch.tensor(ADAPTERS_OF_ROWS[batch_name])
-    x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
+    x = torch.randn(len(rows), 2 * in_features).to(dtype)[:, :in_features]
     for has_different_ranks in (False, True):
         packed_weight, lora = layer_with_adapters(
-            ops, rows, rank, inputs, dtype, has_different_ranks=has_different_ranks
+            ops, rows, rank, in_features, dtype, has_different_ranks=has_different_ranks
         )
         assert_agrees(lambda ops, p=packed_weight, a=lora: ops.linear(x, p, lora=a), ops)
         actual, plain_result = ops.linear(x, packed_weight, lora=lora), ops.linear(x, packed_weight)
@@ -511,13 +527,19 @@ def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
 # ---- the paged KV cache ----
 
 
-def fused_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def fused_qkv(
+    num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """Return queries, keys and values as views of one tensor ``[T, (H + 2K) D]``.
 
     Their rows are strided.
     """
-    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
-    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    qkv = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    return (
+        qkv[:, :num_heads],
+        qkv[:, num_heads : num_heads + num_kv_heads],
+        qkv[:, num_heads + num_kv_heads :],
+    )
 
 
 @dataclass(frozen=True)
@@ -531,8 +553,8 @@ class Batch:
 
 def ragged_batch(
     rows_and_lengths: list[tuple[int, int]],
-    kv_heads: int,
-    dim: int,
+    num_kv_heads: int,
+    head_dim: int,
     block_size: int,
     dtype: torch.dtype,
     window: int | None = None,
@@ -541,24 +563,24 @@ def ragged_batch(
 
     Slots after the last token of a sequence are NaN.
     """
-    rows = torch.tensor([n for n, _ in rows_and_lengths])
+    rows = torch.tensor([num_rows for num_rows, _ in rows_and_lengths])
     lengths = torch.tensor([length for _, length in rows_and_lengths])
     block_counts = [-(-length // block_size) for length in lengths.tolist()]
-    ids = (torch.randperm(sum(block_counts)) + 1).tolist()
-    cache = torch.full((2, len(ids) + 1, kv_heads, block_size, dim), torch.nan)
+    block_ids = (torch.randperm(sum(block_counts)) + 1).tolist()
+    cache = torch.full((2, len(block_ids) + 1, num_kv_heads, block_size, head_dim), torch.nan)
     cache[:, 0] = 0
-    tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
+    block_tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     slots = []
-    for b, (n, length) in enumerate(rows_and_lengths):
-        num_freed = 0 if window is None else max(0, length - n - window + 1) // block_size
+    for b, (num_rows, length) in enumerate(rows_and_lengths):
+        num_freed = 0 if window is None else max(0, length - num_rows - window + 1) // block_size
         for column in range(num_freed, block_counts[b]):  # blocks before the window are the null block
-            tables[b, column] = block = ids.pop()
+            block_tables[b, column] = block = block_ids.pop()
             num_filled = min(block_size, length - column * block_size)
-            cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
-        positions = torch.arange(length - n, length)
-        slots.append(tables[b, positions // block_size].long() * block_size + positions % block_size)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
-    return Batch(LayerKV(cache.to(dtype), tables, torch.cat(slots), window), offsets, lengths.int())
+            cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
+        positions = torch.arange(length - num_rows, length)
+        slots.append(block_tables[b, positions // block_size].long() * block_size + positions % block_size)
+    row_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
+    return Batch(LayerKV(cache.to(dtype), block_tables, torch.cat(slots), window), row_offsets, lengths.int())
 
 
 def attend(ops: Ops, q: Tensor, batch: Batch, **options: object) -> Tensor:
@@ -580,24 +602,24 @@ QUERIES_AND_LENGTHS = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_name", QUERIES_AND_LENGTHS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
 def test_attention_of_every_kind_of_batch_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, batch_name: str, heads: int, kv_heads: int
+    ops: Ops, dtype: torch.dtype, batch_name: str, num_heads: int, num_kv_heads: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS[batch_name], kv_heads, 32, 16, dtype)
-    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
+    batch = ragged_batch(QUERIES_AND_LENGTHS[batch_name], num_kv_heads, 32, 16, dtype)
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), num_heads, num_kv_heads, 32, dtype)
     assert_agrees(lambda ops: attend(ops, q, batch), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 def test_attention_with_several_head_dimensions_and_block_sizes_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, dim: int, block_size: int
+    ops: Ops, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, dtype)
-    q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, head_dim, block_size, dtype)
+    q, _, _ = fused_qkv(45, 6, 2, head_dim, dtype)
     assert_agrees(lambda ops: attend(ops, q, batch), ops)
 
 
@@ -667,24 +689,26 @@ def to_int8_cache(batch: Batch) -> Batch:
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch_name", QUERIES_AND_LENGTHS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
 def test_attention_over_an_int8_cache_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, batch_name: str, heads: int, kv_heads: int
+    ops: Ops, dtype: torch.dtype, batch_name: str, num_heads: int, num_kv_heads: int
 ) -> None:
-    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS[batch_name], kv_heads, 32, 16, torch.float32))
-    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
+    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS[batch_name], num_kv_heads, 32, 16, torch.float32))
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), num_heads, num_kv_heads, 32, dtype)
     assert_agrees(lambda ops: attend(ops, q, batch), ops)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_attention_over_an_int8_cache_with_several_head_dimensions_agrees_with_the_reference(
-    ops: Ops, dtype: torch.dtype, dim: int, block_size: int
+    ops: Ops, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> None:
-    batch = to_int8_cache(ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, block_size, torch.float32))
-    q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
+    batch = to_int8_cache(
+        ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, head_dim, block_size, torch.float32)
+    )
+    q, _, _ = fused_qkv(45, 6, 2, head_dim, dtype)
     assert_agrees(lambda ops: attend(ops, q, batch), ops)
 
 
@@ -766,10 +790,10 @@ def test_the_comparison_detects_a_mutated_int8_cache(ops: Ops, dtype: torch.dtyp
     assert not are_close(attend(ops, q, mutated_batch), expected)
 
 
-@pytest.mark.parametrize("heads", [71, 160])
-def test_attention_of_many_heads_on_one_kv_head_agrees_with_the_reference(ops: Ops, heads: int) -> None:
+@pytest.mark.parametrize("num_heads", [71, 160])
+def test_attention_of_many_heads_on_one_kv_head_agrees_with_the_reference(ops: Ops, num_heads: int) -> None:
     batch = ragged_batch([(1, 20), (3, 9)], 1, 16, 16, torch.float32)
-    q, _, _ = fused_qkv(4, heads, 1, 16, torch.float32)
+    q, _, _ = fused_qkv(4, num_heads, 1, 16, torch.float32)
     assert_agrees(lambda ops: attend(ops, q, batch), ops)
 
 
@@ -781,12 +805,12 @@ def test_large_scores_do_not_overflow(ops: Ops) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 20, 64])
+@pytest.mark.parametrize("head_dim", [8, 20, 64])
 def test_store_kv_agrees_with_the_reference(
-    ops: Ops, cache_dtype: torch.dtype, dtype: torch.dtype, dim: int
+    ops: Ops, cache_dtype: torch.dtype, dtype: torch.dtype, head_dim: int
 ) -> None:
-    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, dim, 16, torch.float32)
-    _, k, v = fused_qkv(45, 4, 2, dim, dtype)
+    batch = ragged_batch(QUERIES_AND_LENGTHS["mixed batch"], 2, head_dim, 16, torch.float32)
+    _, k, v = fused_qkv(45, 4, 2, head_dim, dtype)
     stored_caches = []
     for back_end in (ops, REFERENCE):
         scales = torch.zeros(batch.kv.cache.shape[:4]) if cache_dtype.itemsize == 1 else None
@@ -828,14 +852,14 @@ def test_the_comparison_detects_a_mutated_batch(ops: Ops, dtype: torch.dtype, mu
 # ---- sampling ----
 
 
-def sampling_inputs(rows: int, **changed_values: float) -> SamplingInputs:
+def sampling_inputs(num_rows: int, **changed_values: float) -> SamplingInputs:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changed_values
     return SamplingInputs(
-        torch.full((rows,), values["temperature"]),
-        torch.full((rows,), int(values["top_k"])),
-        torch.full((rows,), values["top_p"]),
-        torch.full((rows,), values["min_p"]),
-        torch.rand(rows, dtype=torch.float64),
+        torch.full((num_rows,), values["temperature"]),
+        torch.full((num_rows,), int(values["top_k"])),
+        torch.full((num_rows,), values["top_p"]),
+        torch.full((num_rows,), values["min_p"]),
+        torch.rand(num_rows, dtype=torch.float64),
     )
 
 
@@ -858,17 +882,17 @@ SAMPLING_RULES = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("rules", SAMPLING_RULES, ids=str)
-@pytest.mark.parametrize("vocabulary", [17, 1000, 32003])
+@pytest.mark.parametrize("vocabulary_size", [17, 1000, 32003])
 @pytest.mark.parametrize("dtype", DTYPES)  # bfloat16 has many equal logits
 def test_sampled_tokens_equal_those_of_the_reference(
-    ops: Ops, rules: dict[str, float], vocabulary: int, dtype: torch.dtype
+    ops: Ops, rules: dict[str, float], vocabulary_size: int, dtype: torch.dtype
 ) -> None:
-    rows = 60 if vocabulary < 5000 else 4
-    logits = (3 * torch.randn(rows, vocabulary)).to(dtype)
-    inputs = sampling_inputs(rows, **rules)
+    num_rows = 60 if vocabulary_size < 5000 else 4
+    logits = (3 * torch.randn(num_rows, vocabulary_size)).to(dtype)
+    inputs = sampling_inputs(num_rows, **rules)
     expected = REFERENCE.sample(logits, inputs)
     assert torch.equal(ops.sample(logits, inputs), expected)
-    mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32))).int()
+    mask = torch.randint(-(2**31), 2**31, (num_rows, -(-vocabulary_size // 32))).int()
     expected = REFERENCE.sample(logits, inputs, mask)
     assert torch.equal(ops.sample(logits, inputs, mask), expected)
 
@@ -884,21 +908,21 @@ def test_samples_are_top_k_tokens_and_change_with_top_k_and_top_p(ops: Ops) -> N
 
 
 @pytest.mark.parametrize("rules", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
-@pytest.mark.parametrize("vocabulary", [17, 1000])
+@pytest.mark.parametrize("vocabulary_size", [17, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_cannot_be_sampled_get_token_minus_one(
-    ops: Ops, rules: dict[str, float], vocabulary: int, dtype: torch.dtype
+    ops: Ops, rules: dict[str, float], vocabulary_size: int, dtype: torch.dtype
 ) -> None:
-    logits = torch.randn(7, vocabulary).to(dtype)
-    logits[1, vocabulary - 1] = torch.nan
+    logits = torch.randn(7, vocabulary_size).to(dtype)
+    logits[1, vocabulary_size - 1] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
     logits[4, 1:] = -torch.inf  # valid, because one token remains
     logits[5, :5] = -torch.inf
     inputs = sampling_inputs(7, **rules)
-    mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
+    mask = torch.full((7, -(-vocabulary_size // 32)), -1, dtype=torch.int32)
     mask[1:3, 0] = 1  # NaN and inf make a row invalid even if the mask excludes their token
-    mask[1, (vocabulary - 1) // 32] &= 1
+    mask[1, (vocabulary_size - 1) // 32] &= 1
     mask[6] = 0
     for allowed_mask, invalid_rows in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):
         tokens = ops.sample(logits, inputs, allowed_mask)

@@ -82,16 +82,16 @@ def test_conv1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, has_bias: 
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
     packed_weight = ops.pack_conv1d(weight, encoding, bias=bias, **fields)
     lengths = [length for length in LENGTHS if packed_weight.output_length(length)]
-    x, offsets = random_sequences(packed_weight.in_channels, dtype, lengths)
+    x, row_offsets = random_sequences(packed_weight.in_channels, dtype, lengths)
     float_bias = None if bias is None else bias.float()
     expected = [
         F.conv1d(transposed_rows(x, start, stop), weight.float(), float_bias, **fields)[0].t()
-        for start, stop in pairwise(offsets)
+        for start, stop in pairwise(row_offsets)
     ]
     assert [len(reference) for reference in expected] == [
         packed_weight.output_length(length) for length in lengths
     ]
-    assert_close(ops.conv1d(x, packed_weight, offsets), torch.cat(expected).to(dtype), dtype)
+    assert_close(ops.conv1d(x, packed_weight, row_offsets), torch.cat(expected).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -104,16 +104,16 @@ def test_conv_transpose1d_equals_torch(ops: Ops, name: str, dtype: torch.dtype, 
     bias = torch.randn(channels).to(dtype) if has_bias else None
     encoding = "float32" if dtype == torch.float32 else "bfloat16"
     packed_weight = ops.pack_conv_transpose1d(weight, encoding, bias=bias, **fields)
-    x, offsets = random_sequences(packed_weight.in_channels, dtype, LENGTHS)
+    x, row_offsets = random_sequences(packed_weight.in_channels, dtype, LENGTHS)
     float_bias = None if bias is None else bias.float()
     expected = [
         F.conv_transpose1d(transposed_rows(x, start, stop), weight.float(), float_bias, **fields)[0].t()
-        for start, stop in pairwise(offsets)
+        for start, stop in pairwise(row_offsets)
     ]
     assert [len(reference) for reference in expected] == [
         packed_weight.output_length(length) for length in LENGTHS
     ]
-    assert_close(ops.conv_transpose1d(x, packed_weight, offsets), torch.cat(expected).to(dtype), dtype)
+    assert_close(ops.conv_transpose1d(x, packed_weight, row_offsets), torch.cat(expected).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
@@ -121,12 +121,12 @@ def test_conv1d_of_a_sequence_is_bit_equal_alone_and_in_a_batch(deterministic_op
     fields = dict(CONVOLUTIONS[name])
     packed_weight = deterministic_ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
     lengths = [100, 9, 41]
-    x, offsets = random_sequences(packed_weight.in_channels, torch.float32, lengths)
+    x, row_offsets = random_sequences(packed_weight.in_channels, torch.float32, lengths)
     single_results = [
         deterministic_ops.conv1d(x[start:stop], packed_weight, make_row_offsets([int(stop - start)]))
-        for start, stop in pairwise(offsets)
+        for start, stop in pairwise(row_offsets)
     ]
-    assert torch.equal(deterministic_ops.conv1d(x, packed_weight, offsets), torch.cat(single_results))
+    assert torch.equal(deterministic_ops.conv1d(x, packed_weight, row_offsets), torch.cat(single_results))
 
 
 @pytest.mark.parametrize("name", ["wide", "depthwise", "strided", "grouped"])
@@ -138,14 +138,14 @@ def test_sequences_shorter_than_the_kernel_give_no_rows(ops: Ops, name: str) -> 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
-def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (5, 37), (70, 64)])
+def test_snake_equals_its_definition(ops: Ops, dtype: torch.dtype, num_rows: int, width: int) -> None:
+    x = (3 * torch.randn(num_rows, 2 * width)).to(dtype)[:, :width]  # the rows are strided
     alpha, beta = torch.randn(width) * 5, torch.randn(width)
     x64 = x.double()
     expected = x64 + beta.double() * (alpha.double() * x64).sin() ** 2
     assert_close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
-    large_x = 100 * torch.randn(rows, width)
+    large_x = 100 * torch.randn(num_rows, width)
     exact_result = large_x.double() + beta.double() * (alpha.double() * large_x.double()).sin() ** 2
     torch.testing.assert_close(ops.snake(large_x, alpha, beta).double(), exact_result, rtol=1e-6, atol=2e-4)
 
@@ -159,18 +159,18 @@ def test_add_scaled_equals_its_definition(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("width", "groups"), [(64, 32), (60, 3), (128, 2)])
-def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, groups: int) -> None:
-    x, offsets = random_sequences(width, dtype, LENGTHS)
+@pytest.mark.parametrize(("width", "num_groups"), [(64, 32), (60, 3), (128, 2)])
+def test_group_norm_equals_torch(ops: Ops, dtype: torch.dtype, width: int, num_groups: int) -> None:
+    x, row_offsets = random_sequences(width, dtype, LENGTHS)
     x = (3 + 2 * x).to(dtype)
     weight, bias = torch.randn(2, width)
     expected = [
         torch.group_norm(
-            transposed_rows(x, start, stop).double(), groups, weight.double(), bias.double(), 1e-6
+            transposed_rows(x, start, stop).double(), num_groups, weight.double(), bias.double(), 1e-6
         )[0].t()
-        for start, stop in pairwise(offsets)
+        for start, stop in pairwise(row_offsets)
     ]
-    actual = ops.group_norm(x, weight, bias, groups, 1e-6, offsets)
+    actual = ops.group_norm(x, weight, bias, num_groups, 1e-6, row_offsets)
     assert_close(actual, torch.cat(expected).to(dtype), dtype)
 
 
@@ -181,28 +181,30 @@ def test_group_norm_of_groups_of_one_number_is_the_bias(ops: Ops) -> None:
 
 
 def test_the_inverse_short_time_fourier_transform_equals_torch(ops: Ops) -> None:
-    size, hop, lengths = 48, 12, [7, 1, 4]
-    x, offsets = random_sequences(size + 2, torch.float32, lengths)
+    window_size, hop, lengths = 48, 12, [7, 1, 4]
+    x, row_offsets = random_sequences(window_size + 2, torch.float32, lengths)
     x = x * 5
-    window = torch.hann_window(size)
+    window = torch.hann_window(window_size)
     packed_weight = ops.pack_linear(inverse_dft_weight(window), "float32")
     polar_values = ops.polar(x, 30.0)
     assert_close(polar_values, REFERENCE.polar(x, 30.0), torch.float32)
-    spectra = x[:, : size // 2 + 1].double().exp().clamp(max=30.0)
-    spectra = torch.polar(spectra, x[:, size // 2 + 1 :].double())
-    samples = ops.overlap_add(ops.linear(polar_values, packed_weight), window.square(), hop, offsets)
+    spectra = x[:, : window_size // 2 + 1].double().exp().clamp(max=30.0)
+    spectra = torch.polar(spectra, x[:, window_size // 2 + 1 :].double())
+    samples = ops.overlap_add(ops.linear(polar_values, packed_weight), window.square(), hop, row_offsets)
     expected = []
-    for start, stop in pairwise(offsets.tolist()):
-        frames = torch.fft.irfft(spectra[start:stop], n=size) * window.double()
-        total, weights = torch.zeros(2, (stop - start - 1) * hop + size, dtype=torch.float64)
-        for t, frame in enumerate(frames):
-            total[t * hop : t * hop + size] += frame
-            weights[t * hop : t * hop + size] += window.double() ** 2
-        num_dropped_samples = (size - hop) // 2
-        expected.append((total / weights)[num_dropped_samples : num_dropped_samples + (stop - start) * hop])
+    for start, stop in pairwise(row_offsets.tolist()):
+        frames = torch.fft.irfft(spectra[start:stop], n=window_size) * window.double()
+        total, square_sums = torch.zeros(2, (stop - start - 1) * hop + window_size, dtype=torch.float64)
+        for frame_index, frame in enumerate(frames):
+            total[frame_index * hop : frame_index * hop + window_size] += frame
+            square_sums[frame_index * hop : frame_index * hop + window_size] += window.double() ** 2
+        num_dropped_samples = (window_size - hop) // 2
+        expected.append(
+            (total / square_sums)[num_dropped_samples : num_dropped_samples + (stop - start) * hop]
+        )
     assert_close(samples, torch.cat(expected).float(), torch.float32)
     assert_close(
         samples,
-        REFERENCE.overlap_add(ops.linear(polar_values, packed_weight), window.square(), hop, offsets),
+        REFERENCE.overlap_add(ops.linear(polar_values, packed_weight), window.square(), hop, row_offsets),
         torch.float32,
     )

@@ -67,20 +67,22 @@ def are_same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def packed_linear(
-    outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool = False
+    out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool = False
 ) -> Callable[[Ops], PackedLinear]:
     """Return a function that packs a layer with a back end and caches the result per back end."""
-    weight = torch.randn(outputs, inputs) / inputs**0.5
-    slices = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
+    weight = torch.randn(out_features, in_features) / in_features**0.5
+    slices = LinearSlice("a", 0, out_features // 2), LinearSlice("b", out_features // 2, out_features)
     name = str(dtype).removeprefix("torch.")
-    output_bias = torch.randn(outputs) if has_bias else None
+    output_bias = torch.randn(out_features) if has_bias else None
     return cache(lambda ops: ops.pack_linear(weight, name, bias=output_bias, slices=slices))
 
 
-def linear_case(inputs: int, outputs: int, *, has_bias: bool) -> Callable[[torch.dtype], RowOperation]:
+def linear_case(
+    in_features: int, out_features: int, *, has_bias: bool
+) -> Callable[[torch.dtype], RowOperation]:
     def case(dtype: torch.dtype) -> RowOperation:
-        x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # the rows are strided
-        packed_weight = packed_linear(outputs, inputs, dtype, has_bias=has_bias)
+        x = torch.randn(ROWS, 2 * in_features).to(dtype)[:, :in_features]  # the rows are strided
+        packed_weight = packed_linear(out_features, in_features, dtype, has_bias=has_bias)
         return lambda ops, rows: (ops.linear(x[rows], packed_weight(ops)),)
 
     return case
@@ -327,9 +329,12 @@ class TokenSequence:
     keys_and_values: Tensor  # [2, K, T, D]
 
 
-def random_sequence(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> TokenSequence:
+def random_sequence(
+    length: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> TokenSequence:
     return TokenSequence(
-        torch.randn(length, heads, dim).to(dtype), torch.randn(2, kv_heads, length, dim).to(dtype)
+        torch.randn(length, num_heads, head_dim).to(dtype),
+        torch.randn(2, num_kv_heads, length, head_dim).to(dtype),
     )
 
 
@@ -342,26 +347,33 @@ def attend(
     """
     window = options.pop("window", None)
     block_counts = [-(-end // block_size) for _, _, end in sequences]
-    ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
-    kv_heads, dim = sequences[0][0].keys_and_values.shape[1], sequences[0][0].keys_and_values.shape[3]
-    cache = torch.full(
-        (2, sum(block_counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=sequences[0][0].q.dtype
+    block_ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
+    num_kv_heads, head_dim = (
+        sequences[0][0].keys_and_values.shape[1],
+        sequences[0][0].keys_and_values.shape[3],
     )
-    tables = torch.zeros(len(sequences), max(block_counts), dtype=torch.int32)
+    cache = torch.full(
+        (2, sum(block_counts) + 1, num_kv_heads, block_size, head_dim),
+        torch.nan,
+        dtype=sequences[0][0].q.dtype,
+    )
+    block_tables = torch.zeros(len(sequences), max(block_counts), dtype=torch.int32)
     for b, (sequence, _, end) in enumerate(sequences):
         keys_so_far = F.pad(
             sequence.keys_and_values[:, :, :end],
             (0, 0, 0, block_counts[b] * block_size - end),
             value=torch.nan,
         )
-        cache[:, ids[b].long()] = keys_so_far.unflatten(2, (block_counts[b], block_size)).transpose(1, 2)
-        tables[b, : block_counts[b]] = ids[b]
-    rows = [end - start for _, start, end in sequences]
-    offsets = torch.tensor([0, *rows]).cumsum(0).int()
+        cache[:, block_ids[b].long()] = keys_so_far.unflatten(2, (block_counts[b], block_size)).transpose(
+            1, 2
+        )
+        block_tables[b, : block_counts[b]] = block_ids[b]
+    row_counts = [end - start for _, start, end in sequences]
+    row_offsets = torch.tensor([0, *row_counts]).cumsum(0).int()
     lengths = torch.tensor([end for _, _, end in sequences]).int()
-    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
+    kv = LayerKV(cache, block_tables, torch.empty(0, dtype=torch.int64), window)
     q = torch.cat([sequence.q[start:end] for sequence, start, end in sequences])
-    return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))
+    return list(ops.attention(q, kv, row_offsets, lengths, scale=head_dim**-0.5, **options).split(row_counts))
 
 
 LENGTH = 1150

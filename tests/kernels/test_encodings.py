@@ -84,8 +84,8 @@ class TestEveryEncoding:
         if not encoding.is_float:
             is_signed = tensors["weight"].dtype == torch.int8
             assert int(tensors["weight"].int().abs().max()) <= (1 << encoding.bits) // (2 if is_signed else 1)
-            groups = 1 if encoding.group_size is None else -(-100 // encoding.group_size)
-            assert tensors["scales"].numel() == 70 * groups
+            num_groups = 1 if encoding.group_size is None else -(-100 // encoding.group_size)
+            assert tensors["scales"].numel() == 70 * num_groups
 
     def test_zero_weights_unpack_to_zero(self, encoding: LinearEncoding) -> None:
         packed_zeros = encoding.pack(torch.zeros(3, 40))

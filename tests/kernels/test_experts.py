@@ -29,7 +29,7 @@ from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import MAX_EXPERT_PAIRS
 
-HIDDEN, INNER, EXPERTS = 24, 20, 6
+HIDDEN_SIZE, INNER_SIZE, NUM_EXPERTS = 24, 20, 6
 CLAMPED = ClampedSwiGLU(1.702, 1.5)
 ROUTINGS: tuple[Routing, ...] = ("all", "all_normed", "chosen")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-5}
@@ -54,12 +54,12 @@ def random_weights(*, has_bias: bool) -> list[tuple[Tensor, Tensor | None, Tenso
     """Return for each expert: gate and up weights, their bias, down weights, their bias."""
     return [
         (
-            torch.randn(2 * INNER, HIDDEN) / 4,
-            torch.randn(2 * INNER) if has_bias else None,
-            torch.randn(HIDDEN, INNER) / 4,
-            torch.randn(HIDDEN) if has_bias else None,
+            torch.randn(2 * INNER_SIZE, HIDDEN_SIZE) / 4,
+            torch.randn(2 * INNER_SIZE) if has_bias else None,
+            torch.randn(HIDDEN_SIZE, INNER_SIZE) / 4,
+            torch.randn(HIDDEN_SIZE) if has_bias else None,
         )
-        for _ in range(EXPERTS)
+        for _ in range(NUM_EXPERTS)
     ]
 
 
@@ -75,7 +75,10 @@ def pack_experts(
                 expert_tensors[0],
                 encoding,
                 bias=expert_tensors[1],
-                slices=[LinearSlice(f"{i}.gate", 0, INNER), LinearSlice(f"{i}.up", INNER, 2 * INNER)],
+                slices=[
+                    LinearSlice(f"{i}.gate", 0, INNER_SIZE),
+                    LinearSlice(f"{i}.up", INNER_SIZE, 2 * INNER_SIZE),
+                ],
             )
             for i, expert_tensors in enumerate(tensors_of_experts)
         ),
@@ -84,20 +87,20 @@ def pack_experts(
                 expert_tensors[2],
                 encoding,
                 bias=expert_tensors[3],
-                slices=[LinearSlice(f"{i}.down", 0, HIDDEN)],
+                slices=[LinearSlice(f"{i}.down", 0, HIDDEN_SIZE)],
             )
             for i, expert_tensors in enumerate(tensors_of_experts)
         ),
     )
 
 
-def random_routes(rows: int, top: int) -> tuple[Tensor, Tensor]:
+def random_routes(num_rows: int, top_k: int) -> tuple[Tensor, Tensor]:
     """Return topk_weights and topk_ids of random logits."""
-    return ReferenceOps().route(torch.randn(rows, EXPERTS) * 2, top, "all")
+    return ReferenceOps().route(torch.randn(num_rows, NUM_EXPERTS) * 2, top_k, "all")
 
 
 def numpy_gate(x: np.ndarray, gating: Gating) -> np.ndarray:
-    gate, up = x[:INNER], x[INNER:]
+    gate, up = x[:INNER_SIZE], x[INNER_SIZE:]
     if isinstance(gating, ClampedSwiGLU):
         gate = np.minimum(gate, gating.limit)
         up = np.maximum(np.minimum(up, gating.limit), -gating.limit) + 1
@@ -110,7 +113,7 @@ def numpy_gate(x: np.ndarray, gating: Gating) -> np.ndarray:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routes_equal_numpy(routing: Routing) -> None:
-    logits = torch.randn(9, EXPERTS) * 3
+    logits = torch.randn(9, NUM_EXPERTS) * 3
     topk_weights, topk_ids = ReferenceOps().route(logits, 3, routing)
     for row in range(9):
         scores = logits[row].double().numpy()
@@ -124,17 +127,17 @@ def test_routes_equal_numpy(routing: Routing) -> None:
 
 @pytest.mark.parametrize("gating", ["silu", "relu", CLAMPED], ids=["silu", "relu", "clamped"])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("rows", "top"), [(1, 2), (7, 1), (33, 4), (5, EXPERTS)])
+@pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2), (7, 1), (33, 4), (5, NUM_EXPERTS)])
 def test_experts_equal_the_weighted_sum_computed_by_numpy(
-    rows: int, top: int, has_bias: bool, gating: Gating
+    num_rows: int, top_k: int, has_bias: bool, gating: Gating
 ) -> None:
-    tensors_of_experts, x = random_weights(has_bias=has_bias), torch.randn(rows, HIDDEN)
-    topk_weights, topk_ids = random_routes(rows, top)
+    tensors_of_experts, x = random_weights(has_bias=has_bias), torch.randn(num_rows, HIDDEN_SIZE)
+    topk_weights, topk_ids = random_routes(num_rows, top_k)
     actual = ReferenceOps().experts(
         x, pack_experts(ReferenceOps(), tensors_of_experts, torch.float32), topk_weights, topk_ids, gating
     )
-    for row in range(rows):
-        expected = np.zeros(HIDDEN)
+    for row in range(num_rows):
+        expected = np.zeros(HIDDEN_SIZE)
         for topk_weight, expert in zip(topk_weights[row].tolist(), topk_ids[row].tolist(), strict=True):
             gate_up, gate_up_bias, down, down_bias = (
                 0.0 if tensor is None else tensor.double().numpy() for tensor in tensors_of_experts[expert]
@@ -145,8 +148,8 @@ def test_experts_equal_the_weighted_sum_computed_by_numpy(
 
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
-def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top: int, max_pairs: int) -> None:
-    topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
+def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top_k: int, max_pairs: int) -> None:
+    topk_ids = torch.tensor([row[:top_k] for row in rows], dtype=torch.int64).view(len(rows), top_k)
     visited_pairs: list[tuple[int, int]] = []
     for pairs, pair_counts in grouped_by_expert(topk_ids, 5, max_pairs):
         assert 1 <= len(pairs) == sum(pair_counts.values()) <= max_pairs
@@ -162,15 +165,15 @@ def test_row_expert_pairs_are_grouped_by_expert(rows: list[list[int]], top: int,
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gating", ["silu", "gelu_tanh", CLAMPED], ids=["silu", "gelu_tanh", "clamped"])
-@pytest.mark.parametrize(("rows", "top"), [(1, 2), (1, EXPERTS), (3, 3), (40, 2), (300, 1)])
+@pytest.mark.parametrize(("num_rows", "top_k"), [(1, 2), (1, NUM_EXPERTS), (3, 3), (40, 2), (300, 1)])
 def test_experts_agree_with_the_reference(
-    ops: Ops, dtype: torch.dtype, rows: int, top: int, gating: Gating
+    ops: Ops, dtype: torch.dtype, num_rows: int, top_k: int, gating: Gating
 ) -> None:
     x, experts = (
-        torch.randn(rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN],
+        torch.randn(num_rows, 2 * HIDDEN_SIZE).to(dtype)[:, :HIDDEN_SIZE],
         pack_experts(ops, random_weights(has_bias=True), dtype),
     )
-    topk_weights, topk_ids = random_routes(rows, top)
+    topk_weights, topk_ids = random_routes(num_rows, top_k)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, gating)
     actual = ops.experts(x, experts, topk_weights, topk_ids, gating)
     assert actual.dtype == dtype
@@ -196,7 +199,10 @@ MUTATIONS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExper
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_comparison_detects_a_mutation(ops: Ops, dtype: torch.dtype, mutation: str) -> None:
-    x, experts = torch.randn(40, HIDDEN).to(dtype), pack_experts(ops, random_weights(has_bias=True), dtype)
+    x, experts = (
+        torch.randn(40, HIDDEN_SIZE).to(dtype),
+        pack_experts(ops, random_weights(has_bias=True), dtype),
+    )
     topk_weights, topk_ids = random_routes(40, 3)
     expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, "silu")
     mutated_experts, other_weights, other_ids = MUTATIONS[mutation](experts, topk_weights, topk_ids)
@@ -235,10 +241,10 @@ def test_clamped_swiglu_of_extreme_values_agrees_with_the_reference(ops: Ops, dt
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic_ops: Ops, dtype: torch.dtype) -> None:
     x, experts = (
-        torch.randn(90, HIDDEN).to(dtype),
+        torch.randn(90, HIDDEN_SIZE).to(dtype),
         pack_experts(deterministic_ops, random_weights(has_bias=True), dtype),
     )
-    topk_weights, topk_ids = deterministic_ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
+    topk_weights, topk_ids = deterministic_ops.route(torch.randn(90, NUM_EXPERTS), 3, "all_normed")
     full_result = deterministic_ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
     for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
         assert torch.equal(
@@ -250,11 +256,11 @@ def test_experts_of_a_row_are_bit_equal_in_any_batch(deterministic_ops: Ops, dty
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("experts", [6, 30, 128])
+@pytest.mark.parametrize("num_experts", [6, 30, 128])
 def test_the_route_of_a_row_is_equal_in_any_batch(
-    deterministic_ops: Ops, routing: Routing, experts: int
+    deterministic_ops: Ops, routing: Routing, num_experts: int
 ) -> None:
-    logits = torch.randn(700, experts).bfloat16()  # some logits are equal
+    logits = torch.randn(700, num_experts).bfloat16()  # some logits are equal
     topk_weights, topk_ids = deterministic_ops.route(logits, 4, routing)
     for row_indices in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
         selected_weights, selected_ids = deterministic_ops.route(logits[row_indices], 4, routing)
@@ -266,7 +272,7 @@ def test_a_batch_with_many_row_expert_pairs_equals_its_parts_bit_for_bit(determi
     """The batch has more (row, expert) pairs than `ReferenceOps.experts` computes at once."""
     rows = 2 * MAX_EXPERT_PAIRS + 5
     x, experts = (
-        torch.randn(rows, HIDDEN),
+        torch.randn(rows, HIDDEN_SIZE),
         pack_experts(deterministic_ops, random_weights(has_bias=False), torch.float32),
     )
     topk_weights, topk_ids = torch.ones(rows, 1), torch.full((rows, 1), 4)
@@ -284,16 +290,23 @@ def test_a_batch_with_many_row_expert_pairs_equals_its_parts_bit_for_bit(determi
 
 
 def random_adapters(rows: Tensor, names: list[str]) -> LoRAInputs:
-    features = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
+    features = {
+        "gate": (HIDDEN_SIZE, INNER_SIZE),
+        "up": (HIDDEN_SIZE, INNER_SIZE),
+        "down": (INNER_SIZE, HIDDEN_SIZE),
+    }
     matrices = {}
     for name in names:
-        inputs, outputs = features[name.partition(".")[2]]
-        matrices[name] = (torch.randn(2, 3, inputs) / 4, (torch.randn(2, 3, outputs) / 2).transpose(1, 2))
+        in_features, out_features = features[name.partition(".")[2]]
+        matrices[name] = (
+            torch.randn(2, 3, in_features) / 4,
+            (torch.randn(2, 3, out_features) / 2).transpose(1, 2),
+        )
     return LoRAInputs(rows, matrices)
 
 
 def test_adapters_on_some_experts_equal_merged_weights(deterministic_ops: Ops) -> None:
-    tensors_of_experts, x = random_weights(has_bias=True), torch.randn(30, HIDDEN)
+    tensors_of_experts, x = random_weights(has_bias=True), torch.randn(30, HIDDEN_SIZE)
     topk_weights, topk_ids = random_routes(30, 3)
     rows = torch.randint(-1, 2, (30,))
     lora = random_adapters(rows, ["1.up", "4.gate", "4.down"])
@@ -315,7 +328,7 @@ def test_adapters_on_some_experts_equal_merged_weights(deterministic_ops: Ops) -
                 expert, _, matrix_name = name.partition(".")
                 matrix = merged_experts[int(expert)][2 if matrix_name == "down" else 0]
                 assert matrix is not None
-                target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[matrix_name]
+                target = {"gate": matrix[:INNER_SIZE], "up": matrix[INNER_SIZE:], "down": matrix}[matrix_name]
                 target += up[adapter] @ down[adapter]
         expected = deterministic_ops.experts(
             x,
@@ -335,8 +348,8 @@ def test_adapters_on_some_experts_equal_merged_weights(deterministic_ops: Ops) -
 def test_a_replayed_layer_routes_new_inputs_and_recording_refuses_adapters() -> None:
     experts, x, router_weight = (
         pack_experts(ReferenceOps(), random_weights(has_bias=True), torch.float32),
-        torch.randn(4, HIDDEN),
-        torch.randn(6, HIDDEN),
+        torch.randn(4, HIDDEN_SIZE),
+        torch.randn(6, HIDDEN_SIZE),
     )
     packed_router = pack_linear(router_weight, "float32")
 
@@ -345,7 +358,7 @@ def test_a_replayed_layer_routes_new_inputs_and_recording_refuses_adapters() -> 
         return ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
 
     plan = record(ReferenceOps(), {"x": x}, lambda ops: [layer(ops, x)])
-    other_x = torch.randn(4, HIDDEN)
+    other_x = torch.randn(4, HIDDEN_SIZE)
     (replayed_result,) = plan.replay(ReferenceOps(), {"x": other_x})
     assert torch.equal(replayed_result, layer(ReferenceOps(), other_x))
     lora = random_adapters(torch.zeros(4, dtype=torch.int64), ["0.up"])

@@ -13,14 +13,14 @@ from penstock.kernels.nibbles import fits_nibbles, from_nibbles, signed_offset, 
     "encoding_name",
     [encoding_name for encoding_name, encoding in ENCODINGS.items() if fits_nibbles(encoding)],
 )
-@pytest.mark.parametrize("inputs", [1, 32, 33, 64, 100])
-def test_packing_to_nibbles_is_lossless(encoding_name: str, inputs: int) -> None:
+@pytest.mark.parametrize("in_features", [1, 32, 33, 64, 100])
+def test_packing_to_nibbles_is_lossless(encoding_name: str, in_features: int) -> None:
     encoding = encoding_named(encoding_name)
-    rows = encoding.pack(torch.randn(5, inputs, generator=torch.Generator().manual_seed(0)))
+    rows = encoding.pack(torch.randn(5, in_features, generator=torch.Generator().manual_seed(0)))
     nibbles = to_nibbles(rows, encoding)
-    assert nibbles["weight"].shape == (5, -(-inputs // 64) * 32)
+    assert nibbles["weight"].shape == (5, -(-in_features // 64) * 32)
     assert nibbles["weight"].dtype == torch.uint8
-    unpacked = from_nibbles(nibbles, encoding, inputs)
+    unpacked = from_nibbles(nibbles, encoding, in_features)
     assert unpacked.keys() == rows.keys()
     for key, tensor in rows.items():
         assert torch.equal(unpacked[key], tensor)

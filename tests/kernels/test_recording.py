@@ -37,12 +37,12 @@ def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
 
 
 def input_tensors(inputs: Any) -> dict[str, torch.Tensor]:
-    tables = {f"tables.{i}": group.block_tables for i, group in enumerate(inputs.kv.groups)}
+    block_tables = {f"tables.{i}": group.block_tables for i, group in enumerate(inputs.kv.groups)}
     slots = {f"slots.{i}": group.slots for i, group in enumerate(inputs.kv.groups)}
     rows = {name: getattr(inputs, name) for name in ("tokens", "positions", "row_offsets", "logit_rows")}
     kv = inputs.kv
     states = {} if kv.states is None else {"states": kv.states.slots, "saves": kv.states.saves}
-    return rows | tables | slots | states | {"lengths": inputs.kv.lengths}
+    return rows | block_tables | slots | states | {"lengths": inputs.kv.lengths}
 
 
 def run_step(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor:

@@ -35,19 +35,19 @@ class DeltaRuleCase:
 
     def __init__(self, lengths: Sequence[int], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         torch.manual_seed(sum(lengths))
-        self.key_heads, self.heads, self.key_dim, self.value_dim = sizes
-        self.channels = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+        self.num_key_heads, self.num_heads, self.key_dim, self.value_dim = sizes
+        self.num_channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
         self.dtype = dtype
-        self.weight = torch.randn(4, self.channels)
-        self.decay = torch.stack([torch.rand(self.heads) * 2, torch.randn(self.heads)])
-        self.sequences = [torch.randn(n, self.channels + 5).to(dtype)[:, 2:-3] for n in lengths]
-        self.gates = [(2 * torch.randn(n, 2 * self.heads + 3)).to(dtype)[:, 1:-2] for n in lengths]
+        self.weight = torch.randn(4, self.num_channels)
+        self.decay = torch.stack([torch.rand(self.num_heads) * 2, torch.randn(self.num_heads)])
+        self.sequences = [torch.randn(n, self.num_channels + 5).to(dtype)[:, 2:-3] for n in lengths]
+        self.gates = [(2 * torch.randn(n, 2 * self.num_heads + 3)).to(dtype)[:, 1:-2] for n in lengths]
 
     def new_states(self) -> LayerState:
         """Return states filled with 7. New sequences must ignore this content."""
         return LayerState(
-            torch.full((NUM_STATES, 3, self.channels), 7.0, dtype=self.dtype),
-            torch.full((NUM_STATES, self.heads, self.key_dim, self.value_dim), 7.0),
+            torch.full((NUM_STATES, 3, self.num_channels), 7.0, dtype=self.dtype),
+            torch.full((NUM_STATES, self.num_heads, self.key_dim, self.value_dim), 7.0),
             torch.empty(0, dtype=torch.int64),
             torch.empty(0, dtype=torch.int64),
         )
@@ -61,15 +61,15 @@ class DeltaRuleCase:
         saves: Sequence[Sequence[int]] = (),
     ) -> list[Tensor]:
         """Compute the rows (sequence, first, end) of a batch. Return the output of each of its sequences."""
-        offsets = torch.tensor([0, *(end - first for _, first, end in ranges)]).cumsum(0).int()
+        row_offsets = torch.tensor([0, *(end - first for _, first, end in ranges)]).cumsum(0).int()
         lengths = torch.tensor([end for _, _, end in ranges], dtype=torch.int32)
         pairs = torch.tensor(saves or [[0, 0, 0, 0]] * len(ranges)).flatten()
         batch_state = LayerState(state.inputs, state.recurrent, torch.tensor(slots), pairs)
         x = torch.cat([self.sequences[i][first:end] for i, first, end in ranges])
         gates = torch.cat([self.gates[i][first:end] for i, first, end in ranges])
-        qkv = ops.short_convolution(x, self.weight, batch_state, offsets, lengths)
-        out = ops.gated_delta_rule(qkv, gates, self.decay, batch_state, offsets, lengths)
-        return list(out.split(offsets.diff().tolist()))
+        qkv = ops.short_convolution(x, self.weight, batch_state, row_offsets, lengths)
+        out = ops.gated_delta_rule(qkv, gates, self.decay, batch_state, row_offsets, lengths)
+        return list(out.split(row_offsets.diff().tolist()))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -118,9 +118,9 @@ def test_a_sequence_continues_from_a_saved_state_with_equal_bits(
         [0, 0, 9, 3],
     ]  # for each sequence, two pairs (number of rows, index of the saved state)
     case.run(ops, state, [(0, 0, 18), (1, 0, 9)], [0, 1], saves)
-    for count, index in ((2, 5), (16, 6)):
-        (rows,) = case.run(ops, state, [(0, count, 21)], [index])
-        assert torch.equal(rows, whole[count:])
+    for num_rows, index in ((2, 5), (16, 6)):
+        (rows,) = case.run(ops, state, [(0, num_rows, 21)], [index])
+        assert torch.equal(rows, whole[num_rows:])
     assert torch.equal(state.recurrent[3], state.recurrent[1])
     assert torch.equal(state.inputs[3], state.inputs[1])
 
@@ -129,8 +129,8 @@ def test_the_delta_rule_agrees_with_its_definition_in_float64(ops: Ops) -> None:
     case = DeltaRuleCase([12], (2, 4, 8, 16), torch.float32)
     qkv, gates = case.sequences[0].contiguous(), case.gates[0]
     state = replace(case.new_states(), slots=torch.tensor([1]), saves=torch.zeros(4).long())
-    offsets, lengths = torch.tensor([0, 12], dtype=torch.int32), torch.tensor([12], dtype=torch.int32)
-    actual = ops.gated_delta_rule(qkv, gates, case.decay, state, offsets, lengths)
+    row_offsets, lengths = torch.tensor([0, 12], dtype=torch.int32), torch.tensor([12], dtype=torch.int32)
+    actual = ops.gated_delta_rule(qkv, gates, case.decay, state, row_offsets, lengths)
     s = torch.zeros(4, 8, 16, dtype=torch.float64)
     for t in range(12):
         q, k, v = qkv[t].double().split([16, 16, 64])

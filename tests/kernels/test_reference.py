@@ -10,13 +10,13 @@ from penstock.kernels import LayerKV, LinearSlice, LoRAInputs, pack_linear
 from penstock.kernels.reference import ReferenceOps
 
 OPS = ReferenceOps()
-BLOCK = 16
+BLOCK_SIZE = 16
 
 
 def paged_cache(
     lengths: list[int],
-    kv_heads: int,
-    dim: int,
+    num_kv_heads: int,
+    head_dim: int,
     *,
     window: int | None = None,
     is_int8: bool = False,
@@ -29,33 +29,35 @@ def paged_cache(
     The keys and values of a sequence are ``[2, L, K, D]``.
     """
     generator = np.random.default_rng(sum(lengths))
-    block_counts = [-(-length // BLOCK) for length in lengths]
+    block_counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = generator.permutation(np.arange(1, sum(block_counts) + 1))
     # NaN, because unwritten slots must not affect results.
-    cache = torch.full((2, sum(block_counts) + 1, kv_heads, BLOCK, dim), torch.nan)
-    scales = torch.zeros(2, sum(block_counts) + 1, kv_heads, BLOCK) if is_int8 or is_fp8 else None
+    cache = torch.full((2, sum(block_counts) + 1, num_kv_heads, BLOCK_SIZE, head_dim), torch.nan)
+    scales = torch.zeros(2, sum(block_counts) + 1, num_kv_heads, BLOCK_SIZE) if is_int8 or is_fp8 else None
     if is_int8:
         cache = torch.zeros_like(cache, dtype=torch.int8)
     if is_fp8:
         cache = cache.to(torch.float8_e4m3fn)
     if scales is not None and fixed_scale is not None:
         scales = torch.full((1, 1, 1, 1), fixed_scale).expand(scales.shape)
-    tables = torch.zeros(len(lengths), max(block_counts), dtype=torch.int32)
+    block_tables = torch.zeros(len(lengths), max(block_counts), dtype=torch.int32)
     sequences = []
     for sequence, (length, count) in enumerate(zip(lengths, block_counts, strict=True)):
         blocks = torch.from_numpy(order[:count].astype(np.int64))
         order = order[count:]
-        tables[sequence, :count] = blocks
-        keys_and_values = generator.normal(size=(2, length, kv_heads, dim)).astype(np.float32)
+        block_tables[sequence, :count] = blocks
+        keys_and_values = generator.normal(size=(2, length, num_kv_heads, head_dim)).astype(np.float32)
         positions = torch.arange(length)
-        slots = blocks[positions // BLOCK] * BLOCK + positions % BLOCK
+        slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         OPS.store_kv(
             torch.from_numpy(keys_and_values[0]),
             torch.from_numpy(keys_and_values[1]),
-            LayerKV(cache, tables, slots, window, scales, has_fixed_scales=fixed_scale is not None),
+            LayerKV(cache, block_tables, slots, window, scales, has_fixed_scales=fixed_scale is not None),
         )
         sequences.append(keys_and_values)
-    return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked), sequences
+    return LayerKV(
+        cache, block_tables, torch.zeros(0, dtype=torch.int64), window, scales, is_chunked
+    ), sequences
 
 
 def numpy_attention(
@@ -87,21 +89,27 @@ def numpy_attention(
     return attended
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("head_counts", [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
 @pytest.mark.parametrize(("soft_cap", "has_sinks"), [(None, False), (3.0, False), (None, True), (2.0, True)])
 def test_attention_equals_numpy(
-    heads: tuple[int, int], window: int | None, soft_cap: float | None, has_sinks: bool
+    head_counts: tuple[int, int], window: int | None, soft_cap: float | None, has_sinks: bool
 ) -> None:
-    num_heads, kv_heads = heads
+    num_heads, num_kv_heads = head_counts
     lengths, row_counts = [1, 50, 33, 64], [1, 50, 2, 17]
-    kv, sequences = paged_cache(lengths, kv_heads, 8, window=window)
+    kv, sequences = paged_cache(lengths, num_kv_heads, 8, window=window)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(sum(row_counts), num_heads, 8, generator=generator)
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
-    offsets = torch.tensor([0, *np.cumsum(row_counts)], dtype=torch.int32)
+    row_offsets = torch.tensor([0, *np.cumsum(row_counts)], dtype=torch.int32)
     attended = OPS.attention(
-        q, kv, offsets, torch.tensor(lengths, dtype=torch.int32), scale=0.4, soft_cap=soft_cap, sinks=sinks
+        q,
+        kv,
+        row_offsets,
+        torch.tensor(lengths, dtype=torch.int32),
+        scale=0.4,
+        soft_cap=soft_cap,
+        sinks=sinks,
     )
     row = 0
     for length, count, keys_and_values in zip(lengths, row_counts, sequences, strict=True):
@@ -123,8 +131,8 @@ def test_attention_equals_numpy(
 def test_chunked_attention_equals_numpy(chunk: int) -> None:
     kv, (keys_and_values,) = paged_cache([50], 2, 8, window=chunk, is_chunked=True)
     q = torch.randn(45, 4, 8, generator=torch.Generator().manual_seed(0))
-    offsets, lengths = torch.tensor([0, 45], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
-    attended = OPS.attention(q, kv, offsets, lengths, scale=0.4)
+    row_offsets, lengths = torch.tensor([0, 45], dtype=torch.int32), torch.tensor([50], dtype=torch.int32)
+    attended = OPS.attention(q, kv, row_offsets, lengths, scale=0.4)
     for row in range(45):
         expected = numpy_attention(
             q[row].numpy(), keys_and_values, row + 5, 0.4, chunk, None, None, is_chunked=True
@@ -135,11 +143,11 @@ def test_chunked_attention_equals_numpy(chunk: int) -> None:
 def test_blocks_before_the_window_are_not_read() -> None:
     kv, _ = paged_cache([60], 2, 8, window=20)
     q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
-    offsets, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
-    result_before = OPS.attention(q, kv, offsets, lengths, scale=0.3)
+    row_offsets, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
+    result_before = OPS.attention(q, kv, row_offsets, lengths, scale=0.3)
     kv.cache[:, 0] = 0.0  # the null block may have any finite content
     kv.block_tables[0, :2] = 0
-    assert torch.equal(OPS.attention(q, kv, offsets, lengths, scale=0.3), result_before)
+    assert torch.equal(OPS.attention(q, kv, row_offsets, lengths, scale=0.3), result_before)
 
 
 def test_attention_over_an_int8_cache_is_close_to_exact_attention() -> None:
@@ -147,9 +155,9 @@ def test_attention_over_an_int8_cache_is_close_to_exact_attention() -> None:
     rounded_kv, _ = paged_cache([70], 2, 16, is_int8=True)
     assert rounded_kv.cache.dtype is torch.int8
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
-    offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
-    difference = OPS.attention(q, rounded_kv, offsets, lengths, scale=0.3) - OPS.attention(
-        q, exact_kv, offsets, lengths, scale=0.3
+    row_offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+    difference = OPS.attention(q, rounded_kv, row_offsets, lengths, scale=0.3) - OPS.attention(
+        q, exact_kv, row_offsets, lengths, scale=0.3
     )
     assert 0 < float(difference.abs().max()) < 0.03
     assert sequences[0].shape == (2, 70, 2, 16)
@@ -169,8 +177,10 @@ def test_attention_over_an_fp8_cache_is_close_to_exact_attention(fixed_scale: fl
     assert (differences <= bound * 1.0001)[values.abs() < 4].all()
     assert 0.5 < float((differences / bound).max())
     q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
-    offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
-    actual, expected = (OPS.attention(q, kv, offsets, lengths, scale=0.3) for kv in (rounded_kv, exact_kv))
+    row_offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+    actual, expected = (
+        OPS.attention(q, kv, row_offsets, lengths, scale=0.3) for kv in (rounded_kv, exact_kv)
+    )
     assert 0 < float((actual - expected).abs().max()) < 0.06
 
 
@@ -222,17 +232,17 @@ def test_rotary_rotates_pairs_and_keeps_the_other_dimensions() -> None:
         torch.testing.assert_close(rotated[..., 4:8], rotated_pairs.imag)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 20])
-def test_linear_with_bias_and_adapters_equals_torch(rows: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 20])
+def test_linear_with_bias_and_adapters_equals_torch(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
     weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
     packed_weight = pack_linear(
         weight, "float32", bias=bias, slices=[LinearSlice("first", 0, 4), LinearSlice("second", 4, 9)]
     )
-    x = torch.randn(rows, 6, generator=generator)
+    x = torch.randn(num_rows, 6, generator=generator)
     torch.testing.assert_close(OPS.linear(x, packed_weight), x @ weight.T + bias)
     down, up = torch.randn(2, 3, 6, generator=generator), torch.randn(2, 5, 3, generator=generator)
-    adapters = torch.tensor([-1, 1, 0, 1, -1] * 4)[:rows]
+    adapters = torch.tensor([-1, 1, 0, 1, -1] * 4)[:num_rows]
     adapted_result = OPS.linear(x, packed_weight, lora=LoRAInputs(adapters, {"second": (down, up)}))
     expected = x @ weight.T + bias
     for row, adapter in enumerate(adapters.tolist()):

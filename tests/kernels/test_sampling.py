@@ -106,15 +106,15 @@ def test_a_mask_of_one_token_selects_it(ops: Ops) -> None:
         assert sample_and_compare(ops, logits, make_rules(rows), mask).tolist() == [token] * len(rows)
 
 
-@pytest.mark.parametrize("vocabulary", [1023, 1024, 1025, 4099])
-def test_the_last_tokens_of_a_vocabulary_can_be_sampled(ops: Ops, vocabulary: int) -> None:
-    logits = torch.randn(5, vocabulary)
+@pytest.mark.parametrize("vocabulary_size", [1023, 1024, 1025, 4099])
+def test_the_last_tokens_of_a_vocabulary_can_be_sampled(ops: Ops, vocabulary_size: int) -> None:
+    logits = torch.randn(5, vocabulary_size)
     logits[:, -2:] = 9
     rule_sets: list[dict[str, float]] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
     for rule in rule_sets:
         tokens = sample_and_compare(ops, logits, make_rules([rule] * 5, (0.0, 0.3, 0.6, 0.9, 1 - 2**-53)))
         if rule:
-            assert set(tokens.tolist()) <= {vocabulary - 2, vocabulary - 1}
+            assert set(tokens.tolist()) <= {vocabulary_size - 2, vocabulary_size - 1}
 
 
 @pytest.mark.parametrize("top_p", [0.99, 0.99999, 0.99999994, 0.9999999999999999])

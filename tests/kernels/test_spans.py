@@ -12,7 +12,7 @@ from penstock.kernels.inputs import LayerKV
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.spans import ImageSpans
 
-HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 16, 16
 BATCH = [(0, 70, [(3, 20), (21, 60)]), (33, 40, [(33, 38)]), (8, 9, []), (0, 50, [(0, 50)]), (20, 45, [])]
 """For each sequence: start and end of its rows, and the token ranges of its images."""
 
@@ -23,8 +23,8 @@ def random_batch(
     """Return queries, KV cache, row offsets, lengths and spans of `BATCH`."""
     torch.manual_seed(0)
     row_counts = torch.tensor([end - start for start, end, _ in BATCH])
-    tables = 1 + torch.randperm(5 * len(BATCH)).view(len(BATCH), 5).int()
-    cache = torch.randn(2, 5 * len(BATCH) + 1, KV_HEADS, BLOCK, DIM)
+    block_tables = 1 + torch.randperm(5 * len(BATCH)).view(len(BATCH), 5).int()
+    cache = torch.randn(2, 5 * len(BATCH) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     spans = []
     for start, end, image_ranges in BATCH:
         rows = torch.arange(start, end)
@@ -32,19 +32,25 @@ def random_batch(
         for image_start, image_end in image_ranges:
             row_spans[(rows >= image_start) & (rows < image_end)] = torch.tensor([image_start, image_end])
         spans.append(row_spans)
-    offsets = torch.cat([torch.zeros(1), row_counts.cumsum(0)]).int()
+    row_offsets = torch.cat([torch.zeros(1), row_counts.cumsum(0)]).int()
     lengths = torch.tensor([end for _, end, _ in BATCH]).int()
-    kv = LayerKV(cache, tables, torch.zeros(0).long(), window)
-    return torch.randn(int(row_counts.sum()), HEADS, DIM), kv, offsets, lengths, torch.cat(spans).int()
+    kv = LayerKV(cache, block_tables, torch.zeros(0).long(), window)
+    return (
+        torch.randn(int(row_counts.sum()), NUM_HEADS, HEAD_DIM),
+        kv,
+        row_offsets,
+        lengths,
+        torch.cat(spans).int(),
+    )
 
 
 @pytest.mark.parametrize("window", [None, 7, 30])
 @pytest.mark.parametrize("ops", [ReferenceOps(), InferenceSession([CPU()]).ops], ids=["reference", "best"])
 def test_a_row_attends_to_its_window_and_its_image(ops: Ops, window: int | None) -> None:
     """A row sees the keys of its window up to its position, and the later keys of its image."""
-    q, kv, offsets, lengths, spans = random_batch(window)
-    image_spans = ImageSpans(spans, offsets, lengths)
-    attended = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=image_spans)
+    q, kv, row_offsets, lengths, spans = random_batch(window)
+    image_spans = ImageSpans(spans, row_offsets, lengths)
+    attended = ops.attention(q, kv, row_offsets, lengths, scale=0.3, spans=image_spans)
     row = 0
     for sequence, (start, end, _) in enumerate(BATCH):
         keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)

@@ -99,15 +99,15 @@ def group_routing(config: HuggingFaceConfig, num_experts: int) -> ScoreRouting:
     Raises:
         ConfigError: ``n_group`` does not divide the number of experts, or ``topk_group`` exceeds ``n_group``.
     """
-    groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
-    if num_experts % groups:
-        raise ConfigError("n_group", f"{groups} groups do not divide {num_experts} experts")
-    if top_groups > groups:
-        raise ConfigError("topk_group", f"must be at most n_group ({groups}), was {top_groups}")
+    num_groups, num_top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if num_experts % num_groups:
+        raise ConfigError("n_group", f"{num_groups} groups do not divide {num_experts} experts")
+    if num_top_groups > num_groups:
+        raise ConfigError("topk_group", f"must be at most n_group ({num_groups}), was {num_top_groups}")
     return ScoreRouting(
         "sigmoid",
         is_normed=config.flag("norm_topk_prob", True),
         scale=config.number("routed_scaling_factor", 1.0),
-        groups=groups,
-        top_groups=top_groups,
+        num_groups=num_groups,
+        num_top_groups=num_top_groups,
     )

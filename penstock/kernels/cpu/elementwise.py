@@ -260,7 +260,7 @@ class CpuElementwise(CpuAttention):
             return super().xielu(x, parameters)
         out = self._empty(x.shape, x.dtype)
         p = parameters
-        factors = (p.positive, p.negative, p.slope, p.eps)
+        factors = (p.positive_factor, p.negative_factor, p.slope, p.eps)
         self._kernels.xielu(dtype_code, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
         return out
 

@@ -48,8 +48,8 @@ class CpuRouting(CpuConvolution):
                 *sizes,
                 int(routing.scores == "sigmoid"),
                 int(routing.is_normed),
-                routing.groups,
-                routing.top_groups,
+                routing.num_groups,
+                routing.num_top_groups,
                 routing.scale,
                 routing.min_sum,
             )

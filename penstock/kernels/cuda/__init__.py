@@ -62,7 +62,7 @@ def _memory(ops: Ops, device: torch.device) -> CudaMemory | None:
 
 
 def _row_bytes(bits: int, in_features: int) -> int:
-    """Return the bytes of a row of a weight: nibbles (`kernels.nibbles`) for up to 4 bits, else bytes."""
+    """Return the bytes of a weight row: nibbles (`kernels.nibbles`) for up to 4 bits, else whole bytes."""
     return -(-in_features // 64) * 32 if bits <= 4 else in_features * -(-bits // 8)
 
 

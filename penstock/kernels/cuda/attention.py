@@ -64,23 +64,23 @@ class CudaAttention(ReferenceOps):
                 q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
             )
         cache, is_e4m3 = cache_for_programs(cache)
-        num_rows, heads, dim = q.shape
-        num_sequences, heads_per_kv_head = len(lengths), heads // cache.shape[2]
+        num_rows, num_heads, head_dim = q.shape
+        num_sequences, heads_per_kv_head = len(lengths), num_heads // cache.shape[2]
         multiplies_in_float32 = scales is None and cache.dtype == torch.float32 and q.dtype != torch.float32
         multiplies_in_float32 |= q.dtype == torch.float32
-        tile = self._choose_tile(num_rows, num_sequences, heads_per_kv_head, multiplies_in_float32)
-        tile_rows = tile // heads_per_kv_head
-        out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
+        tile_queries = self._choose_tile(num_rows, num_sequences, heads_per_kv_head, multiplies_in_float32)
+        tile_rows = tile_queries // heads_per_kv_head
+        out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
         grid = (num_rows // tile_rows + num_sequences, cache.shape[2])
         max_keys = kv.block_tables.shape[1] * cache.shape[3]
-        constants = _tile_constants(tile, heads_per_kv_head, dim, multiplies_in_float32)
+        constants = _tile_constants(tile_queries, heads_per_kv_head, head_dim, multiplies_in_float32)
         keys_per_split, num_splits = self._choose_splits(
             max_keys, constants["KEYS"], grid[0] * grid[1], q.device
         )
         # Other tensors stand for missing tensors. The program does not read them.
         scales_or_placeholder = cache if scales is None else scales
-        bounds = row_offsets if spans is None else spans.bounds
-        sizes = {
+        span_bounds = row_offsets if spans is None else spans.bounds
+        options = {
             **constants,
             "BLOCK": cache.shape[3],
             "SPLIT": keys_per_split,
@@ -96,7 +96,8 @@ class CudaAttention(ReferenceOps):
         scale_strides = (0, 0, 0) if scales is None else scales.stride()[1:4]
         key_scales, value_scales = scales_or_placeholder[0], scales_or_placeholder[1]
         sources = (
-            q, cache[0], cache[1], key_scales, value_scales, kv.block_tables, row_offsets, lengths, bounds,
+            q, cache[0], cache[1], key_scales, value_scales, kv.block_tables, row_offsets, lengths,
+            span_bounds,
         )  # fmt: skip
         strides = (*kv_strides, *scale_strides, kv.block_tables.stride(0))
         sinks_or_placeholder = lengths if sinks is None else sinks
@@ -104,31 +105,31 @@ class CudaAttention(ReferenceOps):
             launch(
                 programs.attend, grid, out, *sources, sinks_or_placeholder, num_sequences, window, scale,
                 cap, *q_strides, *out.stride()[:2], *strides, HAS_SINKS=sinks is not None,
-                is_dependent=True, **sizes,
+                is_dependent=True, **options,
             )  # fmt: skip
             return out
-        width = sizes["WIDTH"]
-        sums = torch.empty((num_splits, num_rows, heads, width), dtype=torch.float32, device=q.device)
+        width = options["WIDTH"]
+        sums = torch.empty((num_splits, num_rows, num_heads, width), dtype=torch.float32, device=q.device)
         max_scores, sums_exp = torch.empty(
-            (2, num_splits, num_rows, heads), dtype=torch.float32, device=q.device
+            (2, num_splits, num_rows, num_heads), dtype=torch.float32, device=q.device
         )
         launch(
             programs.attend_split, (*grid, num_splits), sums, max_scores, sums_exp, *sources, num_sequences,
-            num_rows, heads, window, scale, cap, *q_strides, *strides, is_dependent=True, **sizes,
+            num_rows, num_heads, window, scale, cap, *q_strides, *strides, is_dependent=True, **options,
         )  # fmt: skip
-        num_heads = min(power_of_two(heads), 4) if keys_per_split else 1
+        heads_per_program = min(power_of_two(num_heads), 4) if keys_per_split else 1
         launch(
-            merge_splits, (num_rows, divide_up(heads, num_heads)), out, sums, max_scores, sums_exp,
-            row_offsets, lengths, bounds, sinks_or_placeholder, num_sequences, num_rows, heads, window,
-            *out.stride()[:2], DIM=dim, WIDTH=width, HEADS=num_heads,
-            KEYS=constants["KEYS"], SPLITS=num_splits, SPLIT=keys_per_split, HAS_WINDOW=sizes["HAS_WINDOW"],
-            IS_CHUNKED=kv.is_chunked, HAS_SPANS=sizes["HAS_SPANS"], HAS_SINKS=sinks is not None,
+            merge_splits, (num_rows, divide_up(num_heads, heads_per_program)), out, sums, max_scores,
+            sums_exp, row_offsets, lengths, span_bounds, sinks_or_placeholder, num_sequences, num_rows,
+            num_heads, window, *out.stride()[:2], DIM=head_dim, WIDTH=width, HEADS=heads_per_program,
+            KEYS=constants["KEYS"], SPLITS=num_splits, SPLIT=keys_per_split, HAS_WINDOW=options["HAS_WINDOW"],
+            IS_CHUNKED=kv.is_chunked, HAS_SPANS=options["HAS_SPANS"], HAS_SINKS=sinks is not None,
             is_dependent=True,
         )  # fmt: skip
         return out
 
     def _choose_splits(
-        self, max_keys: int, tile_keys: int, num_tiles: int, device: torch.device
+        self, max_keys: int, keys_per_tile: int, num_tiles: int, device: torch.device
     ) -> tuple[int, int]:
         """Return the number of keys per split, and the number of splits.
 
@@ -138,18 +139,19 @@ class CudaAttention(ReferenceOps):
 
         Args:
             max_keys: upper bound of the number of keys of a sequence.
-            tile_keys: number of keys of a tile.
-            num_tiles: number of tiles of queries, each computed by one program without splits.
+            keys_per_tile: number of keys of a tile.
+            num_tiles: upper bound of the number of tiles of queries. Without splits, one program computes a
+                tile.
             device: the device.
         """
         has_few_tiles = 4 * num_tiles < 3 * num_processors(device)
         if self.is_deterministic:
             return _KEYS_PER_SPLIT, divide_up(max_keys, _KEYS_PER_SPLIT) if has_few_tiles else 1
-        if not has_few_tiles or num_tiles == 0 or max_keys <= tile_keys:
+        if not has_few_tiles or num_tiles == 0 or max_keys <= keys_per_tile:
             return 0, 1
-        target = power_of_two(divide_up(_PROGRAMS_PER_PROCESSOR * num_processors(device), num_tiles))
-        max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * tile_keys))
-        return 0, min(target, _MAX_SPLITS, max_splits)
+        target_splits = power_of_two(divide_up(_PROGRAMS_PER_PROCESSOR * num_processors(device), num_tiles))
+        max_splits = power_of_two(divide_up(max_keys, _MIN_TILES * keys_per_tile))
+        return 0, min(target_splits, _MAX_SPLITS, max_splits)
 
     def _choose_tile(
         self, num_rows: int, num_sequences: int, heads_per_kv_head: int, multiplies_in_float32: bool
@@ -158,14 +160,14 @@ class CudaAttention(ReferenceOps):
 
         In deterministic mode the number does not depend on the batch.
         """
-        smallest = power_of_two(heads_per_kv_head, _SMALL_TILE)
+        smallest_tile = power_of_two(heads_per_kv_head, _SMALL_TILE)
         if (
             self.is_deterministic
             or multiplies_in_float32
             or num_rows * heads_per_kv_head < _LARGE_TILE * num_sequences
         ):
-            return smallest
-        return max(smallest, _LARGE_TILE)
+            return smallest_tile
+        return max(smallest_tile, _LARGE_TILE)
 
     def encoder_attention(
         self,
@@ -180,26 +182,26 @@ class CudaAttention(ReferenceOps):
         bias: Tensor | None = None,
         blocks: SequenceBlocks | None = None,
     ) -> Tensor:
-        types_fit = q.dtype == k.dtype == v.dtype
+        has_one_type = q.dtype == k.dtype == v.dtype
         if (
             q.dtype not in FLOATS
-            or not types_fit
+            or not has_one_type
             or not has_contiguous_rows(q, k, v)
             or not (bias is None or has_contiguous_rows(bias))
         ):
             return super().encoder_attention(
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
             )
-        num_rows, heads, dim = q.shape
+        num_rows, num_heads, head_dim = q.shape
         num_sequences = len(row_offsets) - 1
-        out = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
         launch(
-            attend_ragged, (num_rows // _RAGGED_ROWS + num_sequences, heads), out, q, k, v, row_offsets,
+            attend_ragged, (num_rows // _RAGGED_ROWS + num_sequences, num_heads), out, q, k, v, row_offsets,
             row_offsets if bias is None else bias, num_sequences, window or 0, scale, *q.stride()[:2],
             *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], 0 if bias is None else bias.stride(0),
-            0 if bias is None else bias.shape[1] // 2, ROWS=_RAGGED_ROWS, GROUP=heads // k.shape[1],
-            KEYS=64 if dim <= _MAX_WIDE_TILE_DIM and q.dtype != torch.float32 else 32, DIM=dim,
-            WIDTH=power_of_two(dim, 16), HAS_WINDOW=window is not None, IS_CAUSAL=is_causal,
+            0 if bias is None else bias.shape[1] // 2, ROWS=_RAGGED_ROWS, GROUP=num_heads // k.shape[1],
+            KEYS=64 if head_dim <= _MAX_WIDE_TILE_DIM and q.dtype != torch.float32 else 32, DIM=head_dim,
+            WIDTH=power_of_two(head_dim, 16), HAS_WINDOW=window is not None, IS_CAUSAL=is_causal,
             HAS_BIAS=bias is not None,
         )  # fmt: skip
         return out
@@ -215,16 +217,16 @@ def cache_for_programs(cache: Tensor) -> tuple[Tensor, bool]:
 
 
 def _tile_constants(
-    tile: int, heads_per_kv_head: int, dim: int, multiplies_in_float32: bool
+    tile_queries: int, heads_per_kv_head: int, head_dim: int, multiplies_in_float32: bool
 ) -> dict[str, int]:
-    """Return the sizes of the tiles of queries and keys, and the number of warps, as program constants."""
+    """Return the program constants that depend on the tiles of queries and keys, and the number of warps."""
     return {
-        "ROWS": tile // heads_per_kv_head,
+        "ROWS": tile_queries // heads_per_kv_head,
         "GROUP": heads_per_kv_head,
-        "M": tile,
-        "KEYS": 64 if dim <= _MAX_WIDE_TILE_DIM and not multiplies_in_float32 else 32,
-        "DIM": dim,
-        "WIDTH": power_of_two(dim, 16),
+        "M": tile_queries,
+        "KEYS": 64 if head_dim <= _MAX_WIDE_TILE_DIM and not multiplies_in_float32 else 32,
+        "DIM": head_dim,
+        "WIDTH": power_of_two(head_dim, 16),
         "TO_FLOAT32": multiplies_in_float32,
-        "num_warps": 4 if tile <= _LARGE_TILE else 8,
+        "num_warps": 4 if tile_queries <= _LARGE_TILE else 8,
     }

@@ -29,7 +29,7 @@ from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.nibbles import NIBBLES, signed_offset
 
-_ROW_BYTES, _ROW_COLUMNS = 8192, 2048
+_ROW_TILE_BYTES, _MAX_ROW_TILE_COLUMNS = 8192, 2048
 """Bytes of a weight that a program for a single row reads at once: in total, and at most per output."""
 MAX_TILED_ROWS = 64
 """Maximum number of rows for which the codes are decoded in registers, unless rows are grouped by weight or
@@ -41,7 +41,7 @@ The bytes determine the order of additions.
 """
 _MAX_SPLITS, _MIN_STEPS = 16, 4
 """Maximum number of splits of the inputs, and approximate minimum of steps of `_TILE_BYTES` per split."""
-_ADDED_OUTPUTS = 1024
+_ADD_TILE_OUTPUTS = 1024
 """Number of outputs per program of `add_splits`."""
 _ALL_INPUTS = 1 << 30
 """``INPUTS_PER_SCALE`` of formats with one scale per output: more than any number of inputs."""
@@ -75,7 +75,7 @@ def multiply_codes(
         is_deterministic: whether the bits of a row must be independent of the number of rows.
 
     Returns:
-        ``[T, out]``, or ``[P, out]`` in the order of ``groups.rows``.
+        ``[T, out]``. With groups, ``[P, out]``: one row per entry of ``groups.rows [P]``, in their order.
     """
     if groups is None and not is_deterministic:
         if len(x) == 1:
@@ -89,11 +89,15 @@ def multiply_codes(
     out = torch.empty((num_rows, packed.out_features), dtype=x.dtype, device=x.device)
     rows_per_tile = tile_rows(num_rows, groups, is_deterministic=is_deterministic)
     grid = product_grid(num_rows, rows_per_tile, _TILE_OUTPUTS, packed, groups)
-    splits = 1
+    num_splits = 1
     if groups is None and not is_deterministic:
-        splits = _count_splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
-    sums = out if splits == 1 else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
-    names, constants = (
+        num_splits = _count_splits(grid[0] * grid[1], packed.tensors["weight"].shape[1], x.device)
+    sums = (
+        out
+        if num_splits == 1
+        else torch.empty((num_splits, *out.shape), dtype=torch.float32, device=x.device)
+    )
+    tensor_names, constants = (
         _tensor_names(weights.encoding),
         _format_constants(weights.encoding, packed.layout == NIBBLES),
     )
@@ -103,31 +107,31 @@ def multiply_codes(
     has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
     converts_to_float32 = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
     launch(
-        programs.multiply_codes, (*grid, splits), sums, x, *weights.arguments(*names, "bias"),
-        _number_table(weights), *sorted_rows(x, groups), num_rows, 1 if groups is None else groups.count,
+        programs.multiply_codes, (*grid, num_splits), sums, x, *weights.arguments(*tensor_names, "bias"),
+        _number_table(weights), *sorted_rows(x, groups), num_rows, 1 if groups is None else groups.num_groups,
         packed.out_features, packed.in_features, row_stride(x), *_row_lengths(packed), M=rows_per_tile,
-        N=_TILE_OUTPUTS, BYTES=_TILE_BYTES, SPLITS=splits,
+        N=_TILE_OUTPUTS, BYTES=_TILE_BYTES, SPLITS=num_splits,
         GROUPS=groups is not None, HAS_BIAS=packed.bias is not None,
         TO_FLOAT32=converts_to_float32, **constants,
     )  # fmt: skip
-    if splits > 1:
+    if num_splits > 1:
         row_scales, _, bias, _ = weights.arguments("row_scales", "bias")
         launch(
-            programs.add_splits, (num_rows, divide_up(packed.out_features, _ADDED_OUTPUTS)), out, sums,
-            row_scales, bias, num_rows, packed.out_features, SPLITS=splits, WIDTH=_ADDED_OUTPUTS,
+            programs.add_splits, (num_rows, divide_up(packed.out_features, _ADD_TILE_OUTPUTS)), out, sums,
+            row_scales, bias, num_rows, packed.out_features, SPLITS=num_splits, WIDTH=_ADD_TILE_OUTPUTS,
             HAS_ROW_SCALES=constants["HAS_ROW_SCALES"], HAS_BIAS=packed.bias is not None, is_dependent=True,
         )  # fmt: skip
     return out
 
 
-def _count_splits(num_tiles: int, num_bytes: int, device: torch.device) -> int:
+def _count_splits(num_tiles: int, bytes_per_row: int, device: torch.device) -> int:
     """Return the number of splits of the inputs: 1, or more if there are too few tiles to fill the device.
 
-    ``num_bytes`` are the bytes of a row of the weight.
+    ``bytes_per_row`` are the bytes of a row of the weight.
     """
-    target = 2 * num_processors(device) // max(num_tiles, 1)
-    max_splits = num_bytes // (_MIN_STEPS * _TILE_BYTES)
-    return max(1, min(power_of_two(target), power_of_two(max_splits), _MAX_SPLITS))
+    target_splits = 2 * num_processors(device) // max(num_tiles, 1)
+    max_splits = bytes_per_row // (_MIN_STEPS * _TILE_BYTES)
+    return max(1, min(power_of_two(target_splits), power_of_two(max_splits), _MAX_SPLITS))
 
 
 def decode(weights: WeightTables, dtype: torch.dtype) -> Tensor:
@@ -148,13 +152,13 @@ def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
     packed = weights.first_linear
     weight, bias = packed.tensors["weight"], packed.bias
     out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
-    columns = min(power_of_two(weight.shape[1], 32), _ROW_COLUMNS)
-    tile_outputs = max(_ROW_BYTES // columns, 1)
-    grid = (divide_up(packed.out_features, tile_outputs),)
+    columns_per_tile = min(power_of_two(weight.shape[1], 32), _MAX_ROW_TILE_COLUMNS)
+    outputs_per_tile = max(_ROW_TILE_BYTES // columns_per_tile, 1)
+    grid = (divide_up(packed.out_features, outputs_per_tile),)
     launch(
         multiply_quantized_row, grid, out, x, *_program_tensors(weights),
         weight if bias is None else bias, packed.out_features, packed.in_features, *_row_lengths(packed),
-        N=tile_outputs, BYTES=columns, HAS_BIAS=bias is not None, is_dependent=True,
+        N=outputs_per_tile, BYTES=columns_per_tile, HAS_BIAS=bias is not None, is_dependent=True,
         **_format_constants(weights.encoding, packed.layout == NIBBLES),
     )  # fmt: skip
     return out
@@ -171,8 +175,15 @@ def _program_tensors(weights: WeightTables) -> list[Tensor]:
 
 def _tensor_names(encoding: LinearEncoding) -> tuple[str, ...]:
     """Return the names of the tensors of a weight, in the order of the program arguments."""
-    is_integer = encoding.block_kind is None
-    return ("weight", "scales", "factors", "zeros" if is_integer else "minima", "min_factors", "row_scales")
+    has_no_blocks = encoding.block_kind is None
+    return (
+        "weight",
+        "scales",
+        "factors",
+        "zeros" if has_no_blocks else "minima",
+        "min_factors",
+        "row_scales",
+    )
 
 
 def _number_table(weights: WeightTables) -> Tensor:

@@ -34,23 +34,25 @@ class CudaConvolution(ReferenceConvolution):
         weight = packed.weight.float().flip(2).view(groups, -1, *packed.weight.shape[1:]).permute(0, 3, 1, 2)
         upsampled = x.new_zeros((len(x) - 1) * stride + 1, x.shape[1])
         upsampled[::stride] = x
-        edge = packed.dilation * (packed.kernel_size - 1) - packed.padding  # if negative, rows are dropped
-        padded = F.pad(upsampled, (0, 0, edge, edge + packed.output_padding))
+        edge_rows = (
+            packed.dilation * (packed.kernel_size - 1) - packed.padding
+        )  # if negative, rows are dropped
+        padded = F.pad(upsampled, (0, 0, edge_rows, edge_rows + packed.output_padding))
         y = _convolve(padded, weight, 1, packed.dilation)
         return y if packed.bias is None else y + packed.bias.float()
 
 
 def _convolve(x: Tensor, weight: Tensor, stride: int, dilation: int) -> Tensor:
-    """Return the convolution ``[rows, out]`` of ``x [T, in]`` without padding.
+    """Return the convolution ``[num_rows, out]`` of ``x [T, in]`` without padding.
 
-    ``weight`` is ``[groups, k, in / groups, out / groups]``.
+    ``weight`` is ``[num_groups, k, in / num_groups, out / num_groups]``.
     """
-    groups, kernel_size, inputs, _ = weight.shape
-    rows = (len(x) - dilation * (kernel_size - 1) - 1) // stride + 1
+    num_groups, kernel_size, group_inputs, _ = weight.shape
+    num_rows = (len(x) - dilation * (kernel_size - 1) - 1) // stride + 1
     row_stride, column_stride = x.stride()
     windows = x.as_strided(
-        (groups, rows, kernel_size, inputs),
-        (inputs * column_stride, stride * row_stride, dilation * row_stride, column_stride),
+        (num_groups, num_rows, kernel_size, group_inputs),
+        (group_inputs * column_stride, stride * row_stride, dilation * row_stride, column_stride),
         x.storage_offset(),
     )
     y = torch.bmm(windows.flatten(2), weight.flatten(1, 2))  # [groups, rows, out / groups]

@@ -147,13 +147,13 @@ class CudaGraphCompiler(GraphCompiler):
         cuda.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = cuda.graph_pool_handle()
-        reserved_before, graph = cuda.memory_reserved(), cuda.CUDAGraph()
+        reserved_bytes_before, graph = cuda.memory_reserved(), cuda.CUDAGraph()
         try:
             with cuda.graph(graph, pool=self._pool, stream=stream):
                 graph_results = tuple(step(self.ops, inputs))
         except RuntimeError as error:
             raise self._make_error(f"CUDA cannot capture this step: {error}") from error
-        self._pool_bytes += max(cuda.memory_reserved() - reserved_before, 0)
+        self._pool_bytes += max(cuda.memory_reserved() - reserved_bytes_before, 0)
         cuda_graph = CudaGraph(self.ops, graph, inputs, graph_results)
         input_bytes = sum(tensor.nbytes for tensor in cuda_graph.memory)
         self._input_bytes += input_bytes

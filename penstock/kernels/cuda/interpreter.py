@@ -35,24 +35,24 @@ def correct_bfloat16() -> None:
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
+    original_cast, original_dot = builder.cast_impl, builder.create_dot
 
     def cast_impl(self: object, src: _Handle, dst_type: _Type) -> object:
         source, target = src.dtype.scalar, dst_type.scalar
         if tl.bfloat16 not in (source, target) or source == target:
-            return cast(self, src, dst_type)
+            return original_cast(self, src, dst_type)
         if source == tl.bfloat16:
             wide = interpreter.TensorHandle(_widen_bits(src.data), tl.float32)
-            return wide if target == tl.float32 else cast(self, wide, dst_type)
-        wide = src if source == tl.float32 else cast(self, src, tl.float32)
+            return wide if target == tl.float32 else original_cast(self, wide, dst_type)
+        wide = src if source == tl.float32 else original_cast(self, src, tl.float32)
         return interpreter.TensorHandle(_round_to_bits(wide.data), target)
 
-    def create_dot(self: object, a: _Handle, b: _Handle, *others: object) -> object:
+    def create_dot(self: object, a: _Handle, b: _Handle, *other_arguments: object) -> object:
         wide = [
             cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x  # exact
             for x in (a, b)
         ]
-        return dot(self, *wide, *others)
+        return original_dot(self, *wide, *other_arguments)
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
 

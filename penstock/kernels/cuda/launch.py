@@ -26,7 +26,7 @@ class Program(Protocol):
 def launch(
     program: Program,
     grid: tuple[int, ...],
-    first: Tensor,
+    first_argument: Tensor,
     *arguments: object,
     is_dependent: bool = False,
     **options: object,
@@ -39,7 +39,7 @@ def launch(
     Args:
         program: the program.
         grid: the grid dimensions. Nothing runs if one is 0.
-        first: the first argument of the program.
+        first_argument: the first argument of the program.
         *arguments: the other arguments of the program.
         is_dependent: whether the program supports programmatic dependent launch (compute capability 9.0): it
             has the constant ``PDL`` and may start while the previous kernel still runs. It must call
@@ -49,17 +49,17 @@ def launch(
     """
     if 0 in grid:
         return
-    device = first.device
+    device = first_argument.device
     options.setdefault("enable_fp_fusion", False)
     if is_dependent:
         options["PDL"] = has_dependent_launch(device)
         if options["PDL"]:
             options["launch_pdl"] = True
     if device.type == "cuda" and device.index == torch.cuda.current_device():
-        program[grid](first, *arguments, **options)
+        program[grid](first_argument, *arguments, **options)
         return
     with torch.cuda.device(device) if device.type == "cuda" else ignore_overflow():
-        program[grid](first, *arguments, **options)
+        program[grid](first_argument, *arguments, **options)
 
 
 @cache

@@ -90,8 +90,8 @@ class CudaLinear(CudaRecurrent):
         adapted_slices = [layer_slice for layer_slice in packed.slices if layer_slice.name in lora.matrices]
         if not adapted_slices:
             return y
-        fits = x.dtype in FLOATS and has_contiguous_rows(x, y)
-        if not fits or any(
+        is_supported = x.dtype in FLOATS and has_contiguous_rows(x, y)
+        if not is_supported or any(
             matrix.dtype not in FLOATS
             for layer_slice in adapted_slices
             for matrix in lora.matrices[layer_slice.name]
@@ -137,15 +137,15 @@ def _multiply_adapters(
         ranks: the rank of each adapter ``[n]``; None if all adapters have rank R.
         gathers: whether this is the first of the two products, the one with A.
     """
-    outputs, inputs = matrices.shape[1:]
+    num_outputs, num_inputs = matrices.shape[1:]
     tile_rows, tile_outputs = 16, 32
-    grid = (len(x) // tile_rows + groups.count, divide_up(outputs, tile_outputs))
-    limits = "" if ranks is None else ("out" if gathers else "in")
+    grid = (len(x) // tile_rows + groups.num_groups, divide_up(num_outputs, tile_outputs))
+    limited_dimension = "" if ranks is None else ("out" if gathers else "in")
     launch(
         floats_program, grid, out, x, matrices, matrices, matrices, matrices, groups.rows,
-        groups.starts, groups.starts if ranks is None else ranks, len(x), groups.count, outputs, inputs,
-        row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile_rows,
+        groups.starts, groups.starts if ranks is None else ranks, len(x), groups.num_groups, num_outputs,
+        num_inputs, row_stride(x), row_stride(out), *matrices.stride()[1:], matrices.stride(0), M=tile_rows,
         N=tile_outputs,
-        INPUTS=max(16, min(power_of_two(inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
-        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limits, HAS_BIAS=False, TO_FLOAT32=True,
+        INPUTS=max(16, min(power_of_two(num_inputs), 64)), GROUPS=True, POINTERS=False, GATHERS=gathers,
+        SCATTERS=not gathers, ADDS=not gathers, LIMITS=limited_dimension, HAS_BIAS=False, TO_FLOAT32=True,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from penstock.kernels.cuda.launch import divide_up, has_contiguous_rows, launch,
 from penstock.kernels.cuda.programs import lookups as programs
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_COLUMNS = 1024
-"""Columns per tile."""
+_MAX_TILE_COLUMNS = 1024
+"""Maximum number of columns per tile."""
 
 
 class CudaLookups(CudaAttention):
@@ -31,8 +31,9 @@ class CudaLookups(CudaAttention):
         width = flat.shape[1]
         out = torch.empty((len(rows), *x.shape[1:]), dtype=x.dtype, device=x.device)
         launch(
-            programs.take_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _move_indices(x, rows),
-            len(x), row_stride(flat), width, WIDTH=_tile_columns(width), IS_FLOAT=x.dtype in FLOATS,
+            programs.take_rows, (len(rows), divide_up(width, _MAX_TILE_COLUMNS)), out, flat,
+            _move_indices(x, rows), len(x), row_stride(flat), width, WIDTH=_tile_columns(width),
+            IS_FLOAT=x.dtype in FLOATS,
         )  # fmt: skip
         return out
 
@@ -43,8 +44,8 @@ class CudaLookups(CudaAttention):
         flat = _as_matrix(values)
         width = flat.shape[1]
         launch(
-            programs.put_rows, (len(rows), divide_up(width, _COLUMNS)), out, flat, _move_indices(x, rows),
-            len(x), row_stride(flat), width, WIDTH=_tile_columns(width),
+            programs.put_rows, (len(rows), divide_up(width, _MAX_TILE_COLUMNS)), out, flat,
+            _move_indices(x, rows), len(x), row_stride(flat), width, WIDTH=_tile_columns(width),
         )  # fmt: skip
         return out
 
@@ -54,7 +55,7 @@ class CudaLookups(CudaAttention):
             return super().rope_rows(positions, cos, sin)
         outs = torch.empty((2, len(positions), width), dtype=cos.dtype, device=cos.device)
         launch(
-            programs.take_row_pairs, (len(positions), divide_up(width, _COLUMNS), 2), outs, cos, sin,
+            programs.take_row_pairs, (len(positions), divide_up(width, _MAX_TILE_COLUMNS), 2), outs, cos, sin,
             _move_indices(cos, positions), len(cos), row_stride(cos), row_stride(sin), len(positions), width,
             WIDTH=_tile_columns(width),
         )  # fmt: skip
@@ -73,4 +74,4 @@ def _move_indices(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _tile_columns(width: int) -> int:
-    return min(_COLUMNS, power_of_two(width))
+    return min(_MAX_TILE_COLUMNS, power_of_two(width))

@@ -34,14 +34,14 @@ class CudaMemory(DeviceMemory):
         cuda, device = self._cuda, self._device
         cuda.synchronize(device)
         cuda.empty_cache()
-        before = cuda.memory_reserved(device)
+        reserved_bytes_before = cuda.memory_reserved(device)
         cuda.reset_peak_memory_stats(device)
         try:
             work()
             cuda.synchronize(device)
         except cuda.OutOfMemoryError as error:
             raise MemoryError(str(error).splitlines()[0]) from error
-        return int(cuda.max_memory_reserved(device)) - int(before)
+        return int(cuda.max_memory_reserved(device)) - int(reserved_bytes_before)
 
 
 def make_device_memory(ops: Ops, device: torch.device) -> CudaMemory | None:

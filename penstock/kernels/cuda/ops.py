@@ -22,7 +22,7 @@ from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
-_MAX_COLUMNS = 1024
+_MAX_TILE_COLUMNS = 1024
 """Maximum number of columns per tile of the program `combine_experts`."""
 
 
@@ -53,27 +53,37 @@ class CudaOps(CudaConvolution, CudaLinear):
         if lora is not None and lora.for_slices(packed.slice_names()) is None:
             lora = None
         weights = self._get_weights(packed)
-        fits = x.dtype in FLOATS and has_contiguous_rows(x) and len(x) > 0 and not packed.is_part
-        if weights is None or lora is not None or not fits:
+        is_supported = x.dtype in FLOATS and has_contiguous_rows(x) and len(x) > 0 and not packed.is_part
+        if weights is None or lora is not None or not is_supported:
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
-        num_rows, top = topk_ids.shape
-        pairs = Groups.of(topk_ids.flatten(), len(packed.down))  # pair t * k + j belongs to row t
-        row_groups = Groups(pairs.rows // top, pairs.starts, pairs.count)
-        positions = torch.arange(num_rows * top, device=x.device)
+        num_rows, num_choices = topk_ids.shape
+        pairs = Groups.of(topk_ids.flatten(), len(packed.down))  # pair t * num_choices + j belongs to row t
+        row_groups = Groups(pairs.rows // num_choices, pairs.starts, pairs.num_groups)
+        positions = torch.arange(num_rows * num_choices, device=x.device)
         y = self._multiply_grouped(x, weights[0], row_groups)  # [T * k, 2F], in the order of the experts
         if isinstance(gating, ClampedSwiGLU):
             y = self.clamped_swiglu(y, gating)
         else:
             y = self.gated_activation(y, gating)
-        y = self._multiply_grouped(y, weights[1], Groups(positions, pairs.starts, pairs.count))
+        y = self._multiply_grouped(y, weights[1], Groups(positions, pairs.starts, pairs.num_groups))
         pair_positions = torch.empty_like(pairs.rows)
         pair_positions[pairs.rows] = positions
-        pair_positions, order = pair_positions.view(num_rows, top).sort(-1)  # ascending expert ids
+        pair_positions, order = pair_positions.view(num_rows, num_choices).sort(-1)  # ascending expert ids
         row_weights = topk_weights.gather(1, order)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        columns = min(_MAX_COLUMNS, power_of_two(x.shape[1]))
-        grid = (num_rows, divide_up(x.shape[1], columns))
-        launch(combine_experts, grid, out, y, row_weights, pair_positions, x.shape[1], TOP=top, WIDTH=columns)
+        tile_columns = min(_MAX_TILE_COLUMNS, power_of_two(x.shape[1]))
+        grid = (num_rows, divide_up(x.shape[1], tile_columns))
+        launch(
+            combine_experts,
+            grid,
+            out,
+            y,
+            row_weights,
+            pair_positions,
+            x.shape[1],
+            TOP=num_choices,
+            WIDTH=tile_columns,
+        )
         return out
 
     def _add_pairs(self, total: Tensor, rows: Tensor, values: Tensor, counts: Sequence[int]) -> None:

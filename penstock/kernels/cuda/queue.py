@@ -32,12 +32,12 @@ class LaunchedWork(SubmittedWork[T], Generic[T]):
 class PinnedCopy(HostCopy):
     """A copy to pinned host memory, which is complete when ``done_event`` has occurred."""
 
-    host: Tensor
+    host_tensor: Tensor
     done_event: torch.cuda.Event
 
     def wait(self) -> Tensor:
         self.done_event.synchronize()
-        return self.host
+        return self.host_tensor
 
 
 class CudaQueue(DeviceQueue):
@@ -63,13 +63,13 @@ class CudaQueue(DeviceQueue):
             self._copy_stream = cuda.Stream(tensor.device)
         self._copy_stream.wait_stream(cuda.current_stream(tensor.device))
         with cuda.stream(self._copy_stream):
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            host.copy_(tensor, non_blocking=True)
+            host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            host_tensor.copy_(tensor, non_blocking=True)
             done_event = cuda.Event()
             done_event.record(self._copy_stream)
         if tensor.is_cuda:
             tensor.record_stream(self._copy_stream)  # the memory is reused only after the copy has run
-        return PinnedCopy(host, done_event)
+        return PinnedCopy(host_tensor, done_event)
 
 
 def make_queue(ops: Ops) -> CudaQueue | None:

@@ -31,7 +31,7 @@ _MAX_NORM_WIDTH = 1 << 15
 """Maximum width of a row in the norm program, which holds the whole row in registers."""
 _MAX_EXPERTS = 1024
 """Maximum number of experts of the routing program."""
-_COLUMNS = 1024
+_MAX_TILE_COLUMNS = 1024
 """Maximum number of columns per tile of elementwise programs."""
 _CHUNK_LOGITS = 1024
 """Number of logits per chunk of the sampler.
@@ -107,15 +107,15 @@ class CudaRows(CudaLookups):
     def rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False
     ) -> tuple[Tensor, Tensor]:
-        half, dim = cos.shape[1], q.shape[2]
+        half, head_dim = cos.shape[1], q.shape[2]
         tables_fit = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if q.dtype not in FLOATS or q.dtype != k.dtype or not has_contiguous_rows(q, k) or not tables_fit:
             return super().rotary(q, k, cos, sin, is_interleaved=is_interleaved)
         outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-        unrotated_dims = dim - 2 * half
+        unrotated_dims = head_dim - 2 * half
         launch(
             programs.rotate, (len(q), q.shape[1] + k.shape[1]), *outs, q, k, cos, sin, *q.stride()[:2],
-            *k.stride()[:2], q.shape[1], k.shape[1], half, dim, HALF=power_of_two(half),
+            *k.stride()[:2], q.shape[1], k.shape[1], half, head_dim, HALF=power_of_two(half),
             UNROTATED=power_of_two(unrotated_dims) if unrotated_dims else 0, IS_INTERLEAVED=is_interleaved,
             is_dependent=True, num_warps=1,
         )  # fmt: skip
@@ -123,79 +123,87 @@ class CudaRows(CudaLookups):
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         cache, scales = kv.cache, kv.scales
-        fits = (
+        is_supported = (
             k.dtype in FLOATS
             and v.dtype in FLOATS
             and has_contiguous_rows(k, v, cache)
             and kv.slots.is_contiguous()
         )
-        if not fits or (cache.dtype not in FLOATS and scales is None):
+        if not is_supported or (cache.dtype not in FLOATS and scales is None):
             return super().store_kv(k, v, kv)
         cache, is_e4m3 = cache_for_programs(cache)
-        largest = 0.0 if scales is None else LARGEST_FP8 if is_e4m3 else 127.0
+        largest_number = 0.0 if scales is None else LARGEST_FP8 if is_e4m3 else 127.0
         scale_strides = (0, 0, 0, 0) if scales is None else scales.stride()
         launch(
             programs.store_keys_values, (len(k), k.shape[1], 2), cache, cache if scales is None else scales,
             k, v, kv.slots, *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4], *scale_strides, k.shape[2],
-            BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), LARGEST=largest,
+            BLOCK=cache.shape[3], WIDTH=power_of_two(k.shape[2]), LARGEST=largest_number,
             HAS_FIXED_SCALES=kv.has_fixed_scales, IS_E4M3=is_e4m3, is_dependent=True, num_warps=1,
         )  # fmt: skip
 
     def route(
         self, logits: Tensor, top_k: int, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        rows, experts = logits.shape
-        fits = (
+        num_rows, num_experts = logits.shape
+        is_supported = (
             logits.dtype in FLOATS
             and has_contiguous_rows(logits)
             and isinstance(routing, str)
             and bias is None
         )
-        if not fits or not 0 < top_k <= experts <= _MAX_EXPERTS:
+        if not is_supported or not 0 < top_k <= num_experts <= _MAX_EXPERTS:
             return super().route(logits, top_k, routing, bias)
-        topk_weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
-        topk_ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+        topk_weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+        topk_ids = torch.empty((num_rows, top_k), dtype=torch.int64, device=logits.device)
         launch(
-            route, (rows,), topk_weights, topk_ids, logits, experts, row_stride(logits), TOP=top_k,
-            WIDTH=power_of_two(experts), ROUTING=routing, num_warps=1,
+            route, (num_rows,), topk_weights, topk_ids, logits, num_experts, row_stride(logits), TOP=top_k,
+            WIDTH=power_of_two(num_experts), ROUTING=routing, num_warps=1,
         )  # fmt: skip
         return topk_weights, topk_ids
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
-        rows, vocabulary = logits.shape
+        num_rows, vocabulary_size = logits.shape
         if logits.dtype not in FLOATS or not has_contiguous_rows(logits):
             return super().sample(logits, sampling, bitmask)
-        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        chunk = min(
-            max(_CHUNK_LOGITS, power_of_two(divide_up(vocabulary, _MAX_CHUNKS))), power_of_two(vocabulary, 16)
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        chunk_size = min(
+            max(_CHUNK_LOGITS, power_of_two(divide_up(vocabulary_size, _MAX_CHUNKS))),
+            power_of_two(vocabulary_size, 16),
         )
-        chunks = divide_up(vocabulary, chunk)
-        fields = torch.empty((rows, NUM_FIELDS.value, chunks), dtype=torch.float32, device=logits.device)
-        masses = torch.empty((rows, chunks), dtype=torch.float64, device=logits.device)
+        num_chunks = divide_up(vocabulary_size, chunk_size)
+        fields = torch.empty(
+            (num_rows, NUM_FIELDS.value, num_chunks), dtype=torch.float32, device=logits.device
+        )
+        masses = torch.empty((num_rows, num_chunks), dtype=torch.float64, device=logits.device)
         # Tokens are listed only for rows with a top_k or a top_p.
-        offsets_shape = (rows, chunks, chunk) if sampling.is_limited else (1,)
-        offsets = torch.empty(offsets_shape, dtype=torch.int16, device=logits.device)
-        mask = tokens if bitmask is None else bitmask.contiguous()
+        listed_offsets_shape = (num_rows, num_chunks, chunk_size) if sampling.is_limited else (1,)
+        listed_offsets = torch.empty(listed_offsets_shape, dtype=torch.int16, device=logits.device)
+        bitmask_or_placeholder = tokens if bitmask is None else bitmask.contiguous()
         temperature, top_k, top_p = (
             rule.contiguous() for rule in (sampling.temperature, sampling.top_k, sampling.top_p)
         )
         min_p, uniforms = sampling.min_p.contiguous(), sampling.uniforms.contiguous()
-        sizes = vocabulary, chunks, row_stride(logits), 0 if bitmask is None else mask.stride(0)
-        inputs = logits, mask, temperature, top_k, top_p
-        chunk_constants: dict[str, Any] = {"CHUNK": chunk, "HAS_MASK": bitmask is not None}
-        row_constants = chunk_constants | {"CHUNKS": power_of_two(chunks, 16)}
+        size_arguments = (
+            vocabulary_size,
+            num_chunks,
+            row_stride(logits),
+            0 if bitmask is None else bitmask_or_placeholder.stride(0),
+        )
+        row_arguments = logits, bitmask_or_placeholder, temperature, top_k, top_p
+        chunk_constants: dict[str, Any] = {"CHUNK": chunk_size, "HAS_MASK": bitmask is not None}
+        row_constants = chunk_constants | {"CHUNKS": power_of_two(num_chunks, 16)}
         launch(
-            sampling_programs.summarize, (rows, chunks), fields, *inputs, *sizes, **chunk_constants,
-            num_warps=4,
+            sampling_programs.summarize, (num_rows, num_chunks), fields, *row_arguments, *size_arguments,
+            **chunk_constants, num_warps=4,
         )  # fmt: skip
-        programs_per_row = min(chunks, divide_up(_MIN_SELECT_PROGRAMS, max(rows, 1)))
+        programs_per_row = min(num_chunks, divide_up(_MIN_SELECT_PROGRAMS, max(num_rows, 1)))
         launch(
-            sampling_programs.select, (rows, programs_per_row), fields, masses, offsets, *inputs, min_p,
-            *sizes, **row_constants, num_warps=4,
+            sampling_programs.select, (num_rows, programs_per_row), fields, masses, listed_offsets,
+            *row_arguments, min_p, *size_arguments, **row_constants, num_warps=4,
         )  # fmt: skip
         launch(
-            sampling_programs.draw, (rows,), tokens, fields, masses, offsets, *inputs, min_p, uniforms,
-            *sizes, **row_constants, SMALL_LIST=_SMALL_LIST, LARGE_LIST=_LARGE_LIST,
+            sampling_programs.draw, (num_rows,), tokens, fields, masses, listed_offsets, *row_arguments,
+            min_p, uniforms, *size_arguments, **row_constants, SMALL_LIST=_SMALL_LIST, LARGE_LIST=_LARGE_LIST,
             SHIFT=_ZERO_BITS[logits.dtype], num_warps=16,
         )  # fmt: skip
         return tokens
@@ -203,10 +211,10 @@ class CudaRows(CudaLookups):
 
 def _can_norm(x: Tensor, *weights: Tensor) -> bool:
     """Return whether the norm program supports the type, width and layout of ``x`` and of the weights."""
-    fits = (
+    is_supported = (
         x.dtype in FLOATS and x.shape[-1] <= _MAX_NORM_WIDTH and has_contiguous_rows(x) and x.dim() in (2, 3)
     )
-    return fits and all(
+    return is_supported and all(
         weight.is_contiguous() and weight.dtype in FLOATS and weight.dim() == 1 for weight in weights
     )
 
@@ -222,15 +230,15 @@ def _norm(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
     width = x.shape[-1]
-    inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    size = power_of_two(width)
+    num_inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    tile_columns = power_of_two(width)
     launch(
         programs.norm, (out.numel() // width,), out, total, x, x if residual is None else residual, weight,
-        weight if bias is None else bias, inner, x.stride(0), inner_stride,
-        0 if residual is None else residual.stride(0), width, eps, WIDTH=size, ADDS=residual is not None,
-        IS_CENTRED=bias is not None,
+        weight if bias is None else bias, num_inner, x.stride(0), inner_stride,
+        0 if residual is None else residual.stride(0), width, eps, WIDTH=tile_columns,
+        ADDS=residual is not None, IS_CENTRED=bias is not None,
         WEIGHT_IS_WIDER=torch.promote_types(x.dtype, weight.dtype) != x.dtype, is_dependent=True,
-        num_warps=max(1, min(size // 512, 16)),
+        num_warps=max(1, min(tile_columns // 512, 16)),
     )  # fmt: skip
     return out, total
 
@@ -238,7 +246,18 @@ def _norm(
 def _apply(program: Program, x: Tensor, width: int, *scalars: float, KIND: str) -> Tensor:
     """Return the result ``[T, width]`` of an elementwise program; ``scalars`` are its further arguments."""
     out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
-    columns = min(_COLUMNS, power_of_two(width))
-    grid = (len(x), divide_up(width, columns))
-    launch(program, grid, out, x, width, row_stride(x), *scalars, is_dependent=True, WIDTH=columns, KIND=KIND)
+    tile_columns = min(_MAX_TILE_COLUMNS, power_of_two(width))
+    grid = (len(x), divide_up(width, tile_columns))
+    launch(
+        program,
+        grid,
+        out,
+        x,
+        width,
+        row_stride(x),
+        *scalars,
+        is_dependent=True,
+        WIDTH=tile_columns,
+        KIND=KIND,
+    )
     return out

@@ -16,7 +16,7 @@ from penstock.kernels.nibbles import NIBBLES
 
 _MAX_INPUTS = 1 << 15
 """Maximum number of inputs of a row that one program quantizes."""
-_FIXED_ROWS = 64
+_FIXED_TILE_ROWS = 64
 """Rows of a tile if results must not depend on the number of rows."""
 
 
@@ -26,14 +26,14 @@ class Groups:
 
     rows: Tensor  # [P] int64: entry p of the sorted order is row rows[p]
     starts: Tensor  # [n + 1] int64: group g has the entries starts[g]:starts[g + 1] of the sorted order
-    count: int  # n
+    num_groups: int  # n
 
     @classmethod
-    def of(cls, group_of_row: Tensor, count: int) -> Groups:
+    def of(cls, group_of_row: Tensor, num_groups: int) -> Groups:
         """Sort rows by ``group_of_row [P]`` int64. Rows with -1 have no group and come first."""
         sorted_groups, rows = torch.sort(group_of_row, stable=True)
-        group_ids = torch.arange(count + 1, dtype=sorted_groups.dtype, device=sorted_groups.device)
-        return cls(rows, torch.searchsorted(sorted_groups, group_ids), count)
+        group_ids = torch.arange(num_groups + 1, dtype=sorted_groups.dtype, device=sorted_groups.device)
+        return cls(rows, torch.searchsorted(sorted_groups, group_ids), num_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def tile_rows(num_rows: int, groups: Groups | None, *, is_deterministic: bool = 
     Otherwise it depends on the mean number of rows per group.
     """
     if is_deterministic:
-        return _FIXED_ROWS
-    rows_per_group = num_rows if groups is None else num_rows // groups.count
+        return _FIXED_TILE_ROWS
+    rows_per_group = num_rows if groups is None else num_rows // groups.num_groups
     return 16 if rows_per_group <= 16 else 32 if rows_per_group <= 32 else 64
 
 
@@ -124,8 +124,8 @@ def tile_outputs(num_rows: int, packed: PackedLinear, groups: Groups | None, dev
 
     The number is 16 for up to 64 rows without groups if tiles of 64 outputs would leave multiprocessors idle.
     """
-    is_large = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
-    return 64 if is_large or num_rows > 64 else 16
+    fills_device = groups is not None or divide_up(packed.out_features, 64) >= num_processors(device)
+    return 64 if fills_device or num_rows > 64 else 16
 
 
 def product_grid(
@@ -134,7 +134,7 @@ def product_grid(
     """Return the grid of a product: the number of tiles of rows (with groups, at most), and of outputs."""
     row_tiles = divide_up(num_rows, rows_per_tile)
     if groups is not None:
-        row_tiles = num_rows // rows_per_tile + groups.count
+        row_tiles = num_rows // rows_per_tile + groups.num_groups
     return row_tiles if num_rows else 0, divide_up(packed.out_features, outputs_per_tile)
 
 

@@ -92,8 +92,8 @@ class LinearEncoding(ABC):
     @property
     def bits_per_weight(self) -> float:
         """Approximate bits per weight in memory, scales included, of a model in this encoding."""
-        width = 1024
-        return self.num_bytes(width, width) * 8 / width**2
+        num_features = 1024
+        return self.num_bytes(num_features, num_features) * 8 / num_features**2
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
         """Return the name of the encoding of a layer with this role and size, in a model of this encoding."""
@@ -146,9 +146,11 @@ class LinearEncoding(ABC):
             )
         selected_tensors = {}
         for tensor_name, tensor in tensors.items():
-            inputs = None if tensor.dim() == 1 else self.inputs_per_number(tensor_name)
+            inputs_per_number = None if tensor.dim() == 1 else self.inputs_per_number(tensor_name)
             selected_tensors[tensor_name] = (
-                tensor if inputs is None else tensor[:, start // inputs : -(-stop // inputs)]
+                tensor
+                if inputs_per_number is None
+                else tensor[:, start // inputs_per_number : -(-stop // inputs_per_number)]
             )
         return selected_tensors
 

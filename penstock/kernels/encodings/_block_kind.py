@@ -59,7 +59,7 @@ class BlockKind:
         self.has_superblocks = scale_type in ("u8", "i8")
         is_offset = is_centred or not (min_type or are_floats or table)
         self.is_centred = is_centred
-        self.offset = 1 << bits - 1 if is_offset else 0
+        self.offset = 1 << bits - 1 if is_offset else 0  # subtracted from integer codes
 
     @property
     def unit(self) -> int:

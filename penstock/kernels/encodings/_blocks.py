@@ -59,8 +59,8 @@ class BlockEncoding(LinearEncoding):
         return self.block_kind.unit
 
     def inputs_per_number(self, tensor_name: str) -> int:
-        inputs = {"weight": 1, "scales": self.block_kind.scaled_inputs, "minima": GROUP}
-        return inputs.get(tensor_name, SUPERBLOCK)
+        inputs_by_name = {"weight": 1, "scales": self.block_kind.scaled_inputs, "minima": GROUP}
+        return inputs_by_name.get(tensor_name, SUPERBLOCK)
 
     def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
         """Return int8 for the output head, else this encoding."""
@@ -68,9 +68,9 @@ class BlockEncoding(LinearEncoding):
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         kind = self.block_kind
-        units = round_up(out_features, PANEL) * round_up(in_features, kind.unit) // kind.unit
-        row_scales = 4 * out_features if kind.has_row_scales else 0
-        return units * (kind.unit // GROUP * kind.group_bytes + kind.factor_bytes) + row_scales
+        num_units = round_up(out_features, PANEL) * round_up(in_features, kind.unit) // kind.unit
+        row_scale_bytes = 4 * out_features if kind.has_row_scales else 0
+        return num_units * (kind.unit // GROUP * kind.group_bytes + kind.factor_bytes) + row_scale_bytes
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         """Quantize the weights that share a scale by their range; ``importance`` has no effect."""

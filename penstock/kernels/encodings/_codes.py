@@ -48,8 +48,8 @@ class CodeEncoding(LinearEncoding):
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        groups = round_up(out_features, PANEL) * round_up(in_features, GROUP) // GROUP
-        return groups * code_group_bytes(self.bits) + 4 * out_features
+        num_groups = round_up(out_features, PANEL) * round_up(in_features, GROUP) // GROUP
+        return num_groups * code_group_bytes(self.bits) + 4 * out_features
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         """Quantize each group by its smallest and largest weight; ``importance`` has no effect."""

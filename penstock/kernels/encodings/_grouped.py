@@ -41,8 +41,8 @@ class GroupedEncoding(LinearEncoding):
         return GroupPanels(self.bits)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        groups = round_up(out_features, PANEL) * round_up(in_features, GROUP) // GROUP
-        return groups * group_bytes(self.bits)
+        num_groups = round_up(out_features, PANEL) * round_up(in_features, GROUP) // GROUP
+        return num_groups * group_bytes(self.bits)
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         from penstock.kernels.quantized import quantize_groups

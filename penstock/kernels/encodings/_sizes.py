@@ -10,7 +10,7 @@ SUPERBLOCK = 256
 """Number of inputs whose scales share a factor in block encodings with superblocks, such as q4_k."""
 FP8_GROUP = 128
 """Number of inputs that share a scale in fp8."""
-FP8_STRIDES = 64
+FP8_STRIDE_BYTES = 64
 """Bytes after the table of scales of an fp8 panel: two int32 strides, padded to a cache line."""
 
 
@@ -29,6 +29,6 @@ def code_group_bytes(bits: int) -> int:
     return GROUP * bits // 8 + 3
 
 
-def fp8_panel_bytes(groups: int) -> int:
-    """Return the bytes of an fp8 panel of ``groups`` groups: codes, table of scales, and strides."""
-    return groups * PANEL * (FP8_GROUP + 4) + FP8_STRIDES
+def fp8_panel_bytes(num_groups: int) -> int:
+    """Return the bytes of an fp8 panel of ``num_groups`` groups: codes, table of scales, and strides."""
+    return num_groups * PANEL * (FP8_GROUP + 4) + FP8_STRIDE_BYTES

@@ -41,11 +41,11 @@ class Fp8Encoding(LinearEncoding):
         return "int8" if role == "head" else self.name
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        groups = round_up(in_features, FP8_GROUP) // FP8_GROUP
-        return round_up(out_features, PANEL) // PANEL * fp8_panel_bytes(groups)
+        num_groups = round_up(in_features, FP8_GROUP) // FP8_GROUP
+        return round_up(out_features, PANEL) // PANEL * fp8_panel_bytes(num_groups)
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """Scale the largest magnitude of each output to 448; ``importance`` has no effect."""
+        """Scale the largest finite magnitude of each output to 448; ``importance`` has no effect."""
         from penstock.kernels.codes import quantize_fp8
 
         return quantize_fp8(weight)

@@ -29,18 +29,18 @@ class ReferenceConvolution(ConvolutionOps):
 
     def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
         """Return the convolution of one sequence ``[T, in]``."""
-        rows = packed.output_length(len(x))
-        if not rows:
+        num_rows = packed.output_length(len(x))
+        if not num_rows:
             return x.new_zeros(0, packed.out_channels)
         if packed.linear is not None:
             padded = F.pad(x, (0, 0, packed.padding, packed.padding)) if packed.padding else x.contiguous()
-            return self.linear(_windows(padded, packed, rows), packed.linear)
+            return self.linear(_windows(padded, packed, num_rows), packed.linear)
         if packed.taps is not None:
             padded = F.pad(x.float(), (0, 0, packed.padding, packed.padding))
-            y = _windows(padded, packed, rows).view(rows, packed.kernel_size, -1)
+            y = _windows(padded, packed, num_rows).view(num_rows, packed.kernel_size, -1)
             total = torch.zeros_like(y[:, 0])
-            for j in range(packed.kernel_size):
-                total += packed.taps[j] * y[:, j]
+            for tap in range(packed.kernel_size):
+                total += packed.taps[tap] * y[:, tap]
             return (total if packed.bias is None else total + packed.bias).to(x.dtype)
         return self._grouped_conv1d(x.float(), packed).to(x.dtype)
 
@@ -63,17 +63,17 @@ class ReferenceConvolution(ConvolutionOps):
 
     def _conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
         """Return the transposed convolution of one sequence ``[T, in]``."""
-        rows, stride = packed.output_length(len(x)), packed.stride
-        if not rows:
+        num_rows, stride = packed.output_length(len(x)), packed.stride
+        if not num_rows:
             return x.new_zeros(0, packed.out_channels)
         if packed.linear is not None:
-            before = packed.inputs_per_output - 1
-            blocks = -(-(packed.padding + rows) // stride)
-            padded = F.pad(x, (0, 0, before, max(blocks - len(x), 0)))
+            rows_before = packed.inputs_per_output - 1
+            num_windows = -(-(packed.padding + num_rows) // stride)
+            padded = F.pad(x, (0, 0, rows_before, max(num_windows - len(x), 0)))
             channels = packed.in_channels
-            windows = padded.as_strided((blocks, (before + 1) * channels), (channels, 1))
-            y = self.linear(windows, packed.linear).view(blocks * stride, packed.out_channels)
-            return y[packed.padding : packed.padding + rows]
+            windows = padded.as_strided((num_windows, (rows_before + 1) * channels), (channels, 1))
+            y = self.linear(windows, packed.linear).view(num_windows * stride, packed.out_channels)
+            return y[packed.padding : packed.padding + num_rows]
         return self._grouped_conv_transpose1d(x.float(), packed).to(x.dtype)
 
     def _grouped_conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
@@ -112,22 +112,22 @@ class ReferenceConvolution(ConvolutionOps):
         return apply_to_sequences(norm, x, row_offsets)
 
     def polar(self, x: Tensor, limit: float) -> Tensor:
-        logs, phases = x.double().chunk(2, dim=-1)  # float64 as in `snake`
-        magnitudes = logs.exp().clamp(max=limit)
+        log_magnitudes, phases = x.double().chunk(2, dim=-1)  # float64 as in `snake`
+        magnitudes = log_magnitudes.exp().clamp(max=limit)
         return torch.cat([magnitudes * phases.cos(), magnitudes * phases.sin()], -1).float()
 
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
-        size = frames.shape[1]
-        drop = (size - hop) // 2
+        frame_size = frames.shape[1]
+        num_dropped = (frame_size - hop) // 2
 
         def add(sequence: Tensor) -> Tensor:
             if not len(sequence):
                 return sequence.new_zeros(0)
-            total, weights = (
+            total, square_sums = (
                 _sum_overlapping(sequence, hop),
-                _sum_overlapping(squares.expand(len(sequence), size), hop),
+                _sum_overlapping(squares.expand(len(sequence), frame_size), hop),
             )
-            return (total / weights)[drop : drop + len(sequence) * hop]
+            return (total / square_sums)[num_dropped : num_dropped + len(sequence) * hop]
 
         return apply_to_sequences(add, frames, row_offsets)
 
@@ -138,13 +138,13 @@ def apply_to_sequences(function: Callable[[Tensor], Tensor], x: Tensor, row_offs
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def _windows(x: Tensor, packed: PackedConv1d, rows: int) -> Tensor:
-    """Return the concatenated input rows of each output row, ``[rows, kernel_size * C]``."""
+def _windows(x: Tensor, packed: PackedConv1d, num_rows: int) -> Tensor:
+    """Return the concatenated input rows of each output row, ``[num_rows, kernel_size * C]``."""
     channels, kernel_size = x.shape[1], packed.kernel_size
     if packed.dilation == 1:
-        return x.as_strided((rows, kernel_size * channels), (packed.stride * channels, 1))
+        return x.as_strided((num_rows, kernel_size * channels), (packed.stride * channels, 1))
     strides = (packed.stride * channels, packed.dilation * channels, 1)
-    return x.as_strided((rows, kernel_size, channels), strides).reshape(rows, kernel_size * channels)
+    return x.as_strided((num_rows, kernel_size, channels), strides).reshape(num_rows, kernel_size * channels)
 
 
 def _sum_overlapping(frames: Tensor, hop: int) -> Tensor:

@@ -30,10 +30,10 @@ def ragged_attention(
 ) -> Tensor:  # [T, H, D]
     """See `Ops.encoder_attention`."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    group = q.shape[1] // k.shape[1]
+    heads_per_kv_head = q.shape[1] // k.shape[1]
     for start, stop in pairwise(row_offsets.tolist()):
-        keys = k[start:stop].float().transpose(0, 1).repeat_interleave(group, 0)  # [H, n, D]
-        values = v[start:stop].float().transpose(0, 1).repeat_interleave(group, 0)  # [H, n, D]
+        keys = k[start:stop].float().transpose(0, 1).repeat_interleave(heads_per_kv_head, 0)  # [H, n, D]
+        values = v[start:stop].float().transpose(0, 1).repeat_interleave(heads_per_kv_head, 0)  # [H, n, D]
         key_positions = torch.arange(stop - start, device=q.device)
         for row in range(start, stop, QUERY_TILE):
             tile = slice(row, min(row + QUERY_TILE, stop))
@@ -43,11 +43,11 @@ def ragged_attention(
             distance = key_positions - positions[:, None]  # [R, n]
             if bias is not None:
                 scores = scores + bias.float()[:, distance + bias.shape[1] // 2]
-            visible = torch.ones_like(distance, dtype=torch.bool)
+            is_visible = torch.ones_like(distance, dtype=torch.bool)
             if window is not None:
-                visible &= distance.abs() <= window
+                is_visible &= distance.abs() <= window
             if is_causal:
-                visible &= distance <= 0
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+                is_visible &= distance <= 0
+            weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
             out[tile] = (weights @ values).transpose(0, 1).to(q.dtype)
     return out

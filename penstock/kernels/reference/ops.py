@@ -95,10 +95,10 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        wider = torch.promote_types(x.dtype, weight.dtype)
-        return (weight * wide.to(wider)).to(x.dtype)
+        normed = x.float()
+        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
+        product_dtype = torch.promote_types(x.dtype, weight.dtype)
+        return (weight * normed.to(product_dtype)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -106,7 +106,8 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         if weight.dim() == 1:
-            normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)  # row by row
+            # torch computes each row separately.
+            normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
             return normed.to(x.dtype)
         return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight + bias).to(x.dtype)
 
@@ -147,18 +148,18 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         block_size = kv.cache.shape[3]
-        blocks, offsets = kv.slots // block_size, kv.slots % block_size  # [T]
-        for side, rows in enumerate((k, v)):  # rows: [T, K, D]
+        blocks, slots_in_blocks = kv.slots // block_size, kv.slots % block_size  # [T]
+        for is_value, rows in enumerate((k, v)):  # rows: [T, K, D]; is_value: 0 for keys, 1 for values
             if kv.scales is not None:
                 max_code = LARGEST_FP8 if kv.cache.dtype == torch.float8_e4m3fn else 127
                 if kv.has_fixed_scales:
-                    scale = kv.scales[side, 0, :, 0]  # [K]
+                    scale = kv.scales[is_value, 0, :, 0]  # [K]
                 else:
                     scale = rows.float().abs().amax(-1).clamp_min(1e-12) / max_code  # [T, K]
-                    kv.scales[side][blocks, :, offsets] = scale
+                    kv.scales[is_value][blocks, :, slots_in_blocks] = scale
                 rows = (rows.float() / scale[..., None]).clamp(-max_code, max_code)
                 rows = rows.round() if max_code == 127 else rows
-            kv.cache[side][blocks, :, offsets] = rows.to(kv.cache.dtype)
+            kv.cache[is_value][blocks, :, slots_in_blocks] = rows.to(kv.cache.dtype)
 
     def attention(
         self,
@@ -218,9 +219,9 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
 
     def xielu(self, x: Tensor, parameters: XIELU) -> Tensor:
         wide, p = x.float(), parameters
-        if_negative = p.negative * (torch.exp(wide.clamp(max=p.eps)) - 1 - wide)
-        curved = torch.where(wide > 0, p.positive * wide * wide, if_negative)
-        return (p.slope * wide + curved).to(x.dtype)
+        negative_term = p.negative_factor * (torch.exp(wide.clamp(max=p.eps)) - 1 - wide)
+        nonlinear_term = torch.where(wide > 0, p.positive_factor * wide * wide, negative_term)
+        return (p.slope * wide + nonlinear_term).to(x.dtype)
 
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         gates, ups = x.float().chunk(2, dim=-1)  # [T, F] each
@@ -239,11 +240,11 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         ids = topk_ids - packed.first_id
-        for pairs, sizes in grouped_by_expert(
+        for pairs, pair_counts in grouped_by_expert(
             ids, len(packed.down), max_pairs=MAX_EXPERT_PAIRS, skip_other_ids=packed.is_part
         ):
-            rows, counts = pairs // topk_ids.shape[1], list(sizes.values())
-            gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
+            rows, counts = pairs // topk_ids.shape[1], list(pair_counts.values())
+            gate_ups, downs = [packed.gate_up[i] for i in pair_counts], [packed.down[i] for i in pair_counts]
             y = self._multiply_by_experts(gate_ups, self.take_rows(x, rows), rows, counts, lora)
             if isinstance(gating, ClampedSwiGLU):
                 y = self.clamped_swiglu(y, gating)
@@ -282,8 +283,8 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
         parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
         return torch.cat(
             [
-                self.linear(part, layer, lora=_take_row_adapters(lora, layer, indices))
-                for layer, part, indices in parts
+                self.linear(part, layer, lora=_take_row_adapters(lora, layer, part_rows))
+                for layer, part, part_rows in parts
             ]
         )
 
@@ -292,25 +293,25 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
 
         Other rows do not change. The product is computed in float32, and rounded once after the addition.
         """
-        for part in packed.slices:
-            matrices = lora.matrices.get(part.name)
+        for layer_slice in packed.slices:
+            matrices = lora.matrices.get(layer_slice.name)
             if matrices is None:
                 continue
             down, up = matrices  # [n, R, in], [n, out, R]
-            ranks = lora.ranks.get(part.name)
+            ranks = lora.ranks.get(layer_slice.name)
             for adapter, rows in lora.groups:
                 rank = down.shape[1] if ranks is None else int(ranks[adapter])
                 if rank:
                     delta = multiply_floats(x[rows].float(), down[adapter, :rank].float(), None)
                     delta = multiply_floats(delta, up[adapter, :, :rank].float(), None)
-                    output = y[rows, part.start : part.stop]
-                    y[rows, part.start : part.stop] = (output.float() + delta).to(y.dtype)
+                    output = y[rows, layer_slice.start : layer_slice.stop]
+                    y[rows, layer_slice.start : layer_slice.stop] = (output.float() + delta).to(y.dtype)
         return y
 
 
 def _take_row_adapters(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
     """Return the adapters of these rows; None if there are no adapter matrices for this layer."""
-    if lora is None or not any(part.name in lora.matrices for part in packed.slices):
+    if lora is None or not any(layer_slice.name in lora.matrices for layer_slice in packed.slices):
         return None
     return lora.take(rows)
 

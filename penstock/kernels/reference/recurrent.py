@@ -26,8 +26,8 @@ class ReferenceRecurrent(RecurrentOps):
             previous = torch.zeros_like(previous) if starts_at_zero else previous
             rows = torch.cat([previous, x[first:end]]).float()
             total = torch.zeros_like(rows[num_previous:])
-            for j, factors in enumerate(weight):
-                total = total + rows[j : j + len(total)] * factors
+            for tap, factors in enumerate(weight):
+                total = total + rows[tap : tap + len(total)] * factors
             out[first:end] = (total / (1 + torch.exp(-total))).to(x.dtype)
             for num_rows, target in [*saves, (end - first, slot)]:
                 state.inputs[target] = rows[num_rows : num_rows + num_previous].to(state.inputs.dtype)
@@ -42,30 +42,38 @@ class ReferenceRecurrent(RecurrentOps):
         row_offsets: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        _, heads, key_dim, value_dim = state.recurrent.shape
-        num_keys = (qkv.shape[1] - heads * value_dim) // 2
-        group = heads * key_dim // num_keys
+        _, num_heads, key_dim, value_dim = state.recurrent.shape
+        key_columns = (qkv.shape[1] - num_heads * value_dim) // 2
+        heads_per_key_head = num_heads * key_dim // key_columns
         wide = qkv.float()
-        queries, keys, values = wide[:, :num_keys], wide[:, num_keys : 2 * num_keys], wide[:, 2 * num_keys :]
-        q = _normalized(queries.reshape(len(qkv), -1, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
-        k = _normalized(keys.reshape(len(qkv), -1, key_dim)).repeat_interleave(group, 1)  # [T, H, D]
-        v = values.reshape(len(qkv), heads, value_dim)
+        queries, keys, values = (
+            wide[:, :key_columns],
+            wide[:, key_columns : 2 * key_columns],
+            wide[:, 2 * key_columns :],
+        )
+        q = (
+            _normalized(queries.reshape(len(qkv), -1, key_dim)).repeat_interleave(heads_per_key_head, 1)
+            * key_dim**-0.5
+        )
+        k = _normalized(keys.reshape(len(qkv), -1, key_dim))
+        k = k.repeat_interleave(heads_per_key_head, 1)  # [T, H, D]
+        v = values.reshape(len(qkv), num_heads, value_dim)
         rate_logits, decay_inputs = gates.float().chunk(2, 1)  # [T, H] each
         rates = 1 / (1 + torch.exp(-rate_logits))
-        factors = torch.exp(-decay[0] * _softplus(decay_inputs + decay[1]))
+        decay_factors = torch.exp(-decay[0] * _softplus(decay_inputs + decay[1]))
         out = torch.empty_like(v)
         for slot, first, end, starts_at_zero, saves in _sequences(state, row_offsets, lengths):
-            s = state.recurrent[slot]  # [H, D, F]
-            s = torch.zeros_like(s) if starts_at_zero else s
-            for t in range(first, end):
-                s = s * factors[t, :, None, None]
-                change = (v[t] - (k[t, :, :, None] * s).sum(1)) * rates[t, :, None]  # [H, F]
-                s = s + k[t, :, :, None] * change[:, None]
-                out[t] = (q[t, :, :, None] * s).sum(1)
+            states = state.recurrent[slot]  # [H, D, F]
+            states = torch.zeros_like(states) if starts_at_zero else states
+            for row in range(first, end):
+                states = states * decay_factors[row, :, None, None]
+                change = (v[row] - (k[row, :, :, None] * states).sum(1)) * rates[row, :, None]  # [H, F]
+                states = states + k[row, :, :, None] * change[:, None]
+                out[row] = (q[row, :, :, None] * states).sum(1)
                 for num_rows, target in saves:
-                    if num_rows == t + 1 - first:
-                        state.recurrent[target] = s
-            state.recurrent[slot] = s
+                    if num_rows == row + 1 - first:
+                        state.recurrent[target] = states
+            state.recurrent[slot] = states
         return out.to(qkv.dtype)
 
     def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:

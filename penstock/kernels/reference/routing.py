@@ -58,34 +58,36 @@ def _route_by_scores(
         scores = 1 / (1 + torch.exp(-logits))
     # Without a bias and with one group, experts are ranked by logits, because different logits can round to
     # equal scores.
-    ranks = logits if bias is None and routing.groups == 1 else scores
+    ranking_scores = logits if bias is None and routing.num_groups == 1 else scores
     if bias is not None:
-        ranks = ranks + bias
-    if routing.groups > 1:
-        ranks = _mask_unselected_groups(ranks, routing.groups, routing.top_groups)
-    topk_ids = _select_largest(ranks, top_k)
+        ranking_scores = ranking_scores + bias
+    if routing.num_groups > 1:
+        ranking_scores = _mask_unselected_groups(ranking_scores, routing.num_groups, routing.num_top_groups)
+    topk_ids = _select_largest(ranking_scores, top_k)
     topk_weights = scores.gather(-1, topk_ids)
     if routing.is_normed:
         topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True).clamp_min(routing.min_sum)
     return topk_weights * routing.scale, topk_ids
 
 
-def _mask_unselected_groups(ranks: Tensor, groups: int, top_groups: int) -> Tensor:  # [T, N] -> [T, N]
-    """Return the ranks with -inf for the experts of groups that are not selected."""
-    grouped = ranks.view(len(ranks), groups, -1)  # [T, G, N / G]
-    group_ranks = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
-    is_masked = torch.ones_like(group_ranks, dtype=torch.bool)
-    is_masked.scatter_(1, _select_largest(group_ranks, top_groups), False)
+def _mask_unselected_groups(
+    ranking_scores: Tensor, num_groups: int, num_top_groups: int
+) -> Tensor:  # [T, N] -> [T, N]
+    """Return the ranking scores with -inf for the experts of groups that are not selected."""
+    grouped = ranking_scores.view(len(ranking_scores), num_groups, -1)  # [T, G, N / G]
+    group_scores = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)  # [T, G]
+    is_masked = torch.ones_like(group_scores, dtype=torch.bool)
+    is_masked.scatter_(1, _select_largest(group_scores, num_top_groups), False)
     return grouped.masked_fill(is_masked[..., None], -torch.inf).flatten(1)
 
 
 def _sparse_mixer(logits: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
     unselected, weights, ids = logits, [], []
     for _ in range(top_k):
-        best = _select_largest(unselected, 1)  # [T, 1]
-        best_logits = unselected.gather(-1, best)
+        best_ids = _select_largest(unselected, 1)  # [T, 1]
+        best_logits = unselected.gather(-1, best_ids)
         is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps
-        weights.append(unselected.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best))
-        ids.append(best)
-        unselected = unselected.scatter(-1, best, -torch.inf)
+        weights.append(unselected.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best_ids))
+        ids.append(best_ids)
+        unselected = unselected.scatter(-1, best_ids, -torch.inf)
     return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)

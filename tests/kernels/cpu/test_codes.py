@@ -16,8 +16,8 @@ from penstock.kernels.cpu.linear import PANELS
 from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
-BLOCKS = ["q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z"]
-ENCODINGS = ["uint4", "uint8", "fp8", *BLOCKS]
+BLOCK_ENCODINGS = ["q4_k", "q5_k", "q6_k", "q4_1", "q5_1", "mxfp4", "nvfp4", "nf4", "fp4", "q4_z"]
+ENCODINGS = ["uint4", "uint8", "fp8", *BLOCK_ENCODINGS]
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (65, 1540)]
 """Numbers of outputs and inputs.
 
@@ -32,30 +32,30 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     return VARIANTS[request.param]
 
 
-def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+def random_rows(encoding: str, out_features: int, in_features: int) -> dict[str, Tensor]:
     """Return random tensors of an encoding. No 8-bit float is NaN."""
-    if encoding in BLOCKS:
-        return random_blocks(encoding, outputs, inputs)
+    if encoding in BLOCK_ENCODINGS:
+        return random_blocks(encoding, out_features, in_features)
     if encoding == "fp8":
-        codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
+        codes = torch.randint(0, 256, (out_features, in_features)).to(torch.uint8)
         codes[codes & 127 == 127] = 0x03  # replaces NaN by a subnormal number
         # The codes of the first 48 outputs have an exponent above 0. The kernels have a path for such codes.
         codes[:48][codes[:48] & 0x78 == 0] += 8
-        return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
-    groups, num_codes = -(-inputs // 32), 1 << int(encoding[4])
+        return {"weight": codes, "scales": torch.rand(out_features, -(-in_features // 128)) / 100}
+    num_groups, num_codes = -(-in_features // 32), 1 << int(encoding[4])
     return {
-        "weight": torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8),
-        "scales": torch.randn(outputs, groups).half(),
-        "zeros": torch.randint(0, num_codes, (outputs, groups)).to(torch.uint8),
-        "row_scales": torch.rand(outputs),
+        "weight": torch.randint(0, num_codes, (out_features, in_features)).to(torch.uint8),
+        "scales": torch.randn(out_features, num_groups).half(),
+        "zeros": torch.randint(0, num_codes, (out_features, num_groups)).to(torch.uint8),
+        "row_scales": torch.rand(out_features),
     }
 
 
-def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+def random_blocks(encoding: str, out_features: int, in_features: int) -> dict[str, Tensor]:
     """Return random tensors of a block encoding, with the types and shapes of packed tensors."""
-    rows = encoding_named(encoding).pack(torch.randn(outputs, inputs))
+    rows = encoding_named(encoding).pack(torch.randn(out_features, in_features))
     num_codes = 1 << int(rows["weight"].max()).bit_length()
-    rows["weight"] = torch.randint(0, num_codes, (outputs, inputs)).to(torch.uint8)
+    rows["weight"] = torch.randint(0, num_codes, (out_features, in_features)).to(torch.uint8)
     for name in ("scales", "minima"):
         if name in rows and not rows[name].is_floating_point():
             min_scale, max_scale = {"mxfp4": (120, 130), "nvfp4": (0, 127), "q6_k": (-128, 128)}.get(
@@ -63,7 +63,7 @@ def random_blocks(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]
             )
             rows[name] = torch.randint(min_scale, max_scale, rows[name].shape).to(rows[name].dtype)
     if "row_scales" in rows:
-        rows["row_scales"] = torch.rand(outputs)
+        rows["row_scales"] = torch.rand(out_features)
     return rows
 
 
@@ -80,11 +80,11 @@ def test_products_agree_with_the_definition(ops: CpuOps, encoding: str, shape: t
     # the rows are strided and unaligned
     x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]
     expected = linear_encoding.multiply(x.float(), rows, bias.float())
-    terms = x.float().abs() @ linear_encoding.unpack(rows).abs().T + bias.float().abs()
+    magnitude_sums = x.float().abs() @ linear_encoding.unpack(rows).abs().T + bias.float().abs()
     for num_rows in (1, 2, 3, 7, 33):
         y = ops.linear(x[:num_rows], packed_weight)
         error = (y.float() - expected[:num_rows]).abs()
-        assert bool((error <= 2**-8 * expected[:num_rows].abs() + 2**-18 * terms[:num_rows]).all())
+        assert bool((error <= 2**-8 * expected[:num_rows].abs() + 2**-18 * magnitude_sums[:num_rows]).all())
         assert torch.equal(y[-1], ops.linear(x[num_rows - 1 : num_rows], packed_weight)[0])
 
 
@@ -129,9 +129,9 @@ def test_products_with_every_stride_of_fp8_scales_agree_with_the_definition(
     for num_rows in (1, 7, 20):
         x = torch.randn(num_rows, 300).bfloat16()
         expected = linear_encoding.multiply(x.float(), rows, None)
-        terms = x.float().abs() @ linear_encoding.unpack(rows).abs().T
+        magnitude_sums = x.float().abs() @ linear_encoding.unpack(rows).abs().T
         error = (ops.linear(x, packed_weight).float() - expected).abs()
-        assert bool((error <= 2**-8 * expected.abs() + 2**-18 * terms).all())
+        assert bool((error <= 2**-8 * expected.abs() + 2**-18 * magnitude_sums).all())
 
 
 def test_every_8_bit_float_is_decoded_exactly(ops: CpuOps) -> None:
@@ -156,14 +156,14 @@ def table_choice() -> Iterator[ctypes.c_int32]:
 
 
 @pytest.mark.skipif("avx512" not in VARIANTS, reason="needs AVX-512 with bfloat16")
-@pytest.mark.parametrize("outputs", [1, 70, 256])
+@pytest.mark.parametrize("out_features", [1, 70, 256])
 def test_decoding_8_bit_floats_with_tables_changes_no_bits(
-    table_choice: ctypes.c_int32, outputs: int
+    table_choice: ctypes.c_int32, out_features: int
 ) -> None:
     if not table_choice.value:
         pytest.skip("this CPU has no AVX-512 VBMI")
     torch.manual_seed(0)
-    ops, rows = VARIANTS["avx512"], random_rows("fp8", outputs, 300)
+    ops, rows = VARIANTS["avx512"], random_rows("fp8", out_features, 300)
     rows["weight"][:, :256] = torch.arange(256).to(torch.uint8)
     rows["weight"][rows["weight"] & 127 == 127] = 0x83
     packed_weight = ops.pack_quantized(rows, "fp8")
@@ -171,7 +171,7 @@ def test_decoding_8_bit_floats_with_tables_changes_no_bits(
     results = []
     for choice in (0, 1, 2):
         table_choice.value = choice
-        results.append([ops.linear(x[:count], packed_weight) for count in (1, 2, 3, 7, 33)])
+        results.append([ops.linear(x[:num_rows], packed_weight) for num_rows in (1, 2, 3, 7, 33)])
     for arithmetic_result, *table_results in zip(*results, strict=True):
         assert all(torch.equal(arithmetic_result, table_result) for table_result in table_results)
 
@@ -182,7 +182,7 @@ def test_every_8_bit_float_is_decoded_exactly_without_tables(table_choice: ctype
     test_every_8_bit_float_is_decoded_exactly(VARIANTS["avx512"])
 
 
-@pytest.mark.parametrize("encoding", BLOCKS)
+@pytest.mark.parametrize("encoding", BLOCK_ENCODINGS)
 def test_every_code_of_a_block_encoding_is_decoded(ops: CpuOps, encoding: str) -> None:
     """The weight has one input, and the activation is 1, so each output is a weight."""
     linear_encoding = encoding_named(encoding)
@@ -202,7 +202,7 @@ def test_every_code_of_a_block_encoding_is_decoded(ops: CpuOps, encoding: str) -
     assert y[expected.isnan()].isnan().all()
 
 
-@pytest.mark.parametrize("encoding", BLOCKS)
+@pytest.mark.parametrize("encoding", BLOCK_ENCODINGS)
 def test_a_nan_in_a_block_affects_only_its_output(ops: CpuOps, encoding: str) -> None:
     weight = torch.randn(3, 300)
     weight[1, 290] = torch.nan
@@ -235,8 +235,8 @@ def test_group_codes_represent_the_same_weights_for_every_group_size(group_size:
     """The last group may be shorter than the others."""
     torch.manual_seed(0)
     codes = torch.randint(0, 16, (5, 300)).to(torch.uint8)
-    groups = -(-300 // group_size)
-    scales, zeros = torch.rand(5, groups), torch.randint(0, 16, (5, groups))
+    num_groups = -(-300 // group_size)
+    scales, zeros = torch.rand(5, num_groups), torch.randint(0, 16, (5, num_groups))
     scales = scales.half().float()
     values_per_input = [
         values.repeat_interleave(group_size, 1)[:, :300] for values in (scales, zeros.float())

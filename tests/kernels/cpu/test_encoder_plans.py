@@ -37,12 +37,12 @@ def double(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Step, dict[str, Tensor]]:
     """Return a step of three encoder attentions over sequences of these lengths, and its inputs."""
     qkv = ops.pack_linear(torch.randn(3 * width, width) / width**0.5, "float32")
-    offsets = torch.tensor([0, *accumulate(lengths)]).int()
-    blocks = ops.sequence_blocks(offsets)
+    row_offsets = torch.tensor([0, *accumulate(lengths)]).int()
+    blocks = ops.sequence_blocks(row_offsets)
 
     def step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
-        q, k, v = heads.unbind(1)
+        num_heads = ops.linear(inputs["x"], qkv).view(-1, 3, width // 16, 16)
+        q, k, v = num_heads.unbind(1)
         shared_options = {"scale": 0.25, "blocks": blocks}
         full_result = ops.encoder_attention(q, k, v, inputs["offsets"], **shared_options)
         windowed_result = ops.encoder_attention(
@@ -53,7 +53,7 @@ def random_encoder(ops: CpuOps, width: int, lengths: Sequence[int]) -> tuple[Ste
         )
         return [ops.add(inputs["x"], causal_result.flatten(1))]
 
-    return step, {"x": torch.randn(sum(lengths), width), "offsets": offsets}
+    return step, {"x": torch.randn(sum(lengths), width), "offsets": row_offsets}
 
 
 @pytest.mark.parametrize(("width", "lengths"), [(32, [5, 70, 1]), (512, [200, 64])])
@@ -98,20 +98,24 @@ def test_a_plan_without_enough_scratch_memory_is_refused(ops: CpuOps) -> None:
 
 def test_attention_without_given_blocks_or_with_a_bias_is_not_recorded(ops: CpuOps) -> None:
     """A recorded step would use the sequence lengths and the bias of the recording in each replay."""
-    x, offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
+    x, row_offsets = torch.randn(5, 2, 16), torch.tensor([0, 5]).int()
     graphs = GraphCache(CpuGraphCompiler(ops), pads_columns=False)
-    for key, fields, reason in (
+    for key, options, reason in (
         ("lengths", {}, "an operation needs the lengths of the sequences"),
-        ("bias", {"bias": torch.randn(2, 9), "blocks": ops.sequence_blocks(offsets)}, "a bias of encoder"),
+        (
+            "bias",
+            {"bias": torch.randn(2, 9), "blocks": ops.sequence_blocks(row_offsets)},
+            "a bias of encoder",
+        ),
     ):
         for _ in range(2):
             assert (
                 graphs.run(
                     key,
-                    {"x": x, "offsets": offsets},
-                    lambda ops, inputs, fields=fields: [  # type: ignore[misc]
+                    {"x": x, "offsets": row_offsets},
+                    lambda ops, inputs, options=options: [  # type: ignore[misc]
                         ops.encoder_attention(
-                            inputs["x"], inputs["x"], inputs["x"], inputs["offsets"], scale=1.0, **fields
+                            inputs["x"], inputs["x"], inputs["x"], inputs["offsets"], scale=1.0, **options
                         )
                     ],
                 )
@@ -122,9 +126,9 @@ def test_attention_without_given_blocks_or_with_a_bias_is_not_recorded(ops: CpuO
 
 def test_the_memory_of_graphs_is_bounded(ops: CpuOps) -> None:
     graphs = GraphCache(CpuGraphCompiler(ops), max_bytes=600_000)
-    for rows in (100, 200, 300, 400, 100):
+    for num_rows in (100, 200, 300, 400, 100):
         for _ in range(2):
-            graphs.run(rows, {"x": torch.ones(rows, 128)}, double)
+            graphs.run(num_rows, {"x": torch.ones(num_rows, 128)}, double)
         assert graphs.num_bytes <= 600_000
         assert graphs.num_graphs
     assert graphs.run(1000, {"x": torch.ones(1000, 128)}, double) is None

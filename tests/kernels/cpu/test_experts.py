@@ -26,29 +26,30 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 def pack_experts(
     ops: CpuOps,
-    experts: int,
-    hidden: int,
-    inner: int,
+    num_experts: int,
+    hidden_size: int,
+    inner_size: int,
     encoding: str,
     down_encoding: str = "",
     *,
     has_bias: bool = True,
 ) -> PackedExperts:
     def pack_linears(out_features: int, in_features: int, encoding: str) -> tuple[PackedLinear, ...]:
-        weights = torch.randn(experts, out_features, in_features) / in_features**0.5
-        biases = torch.randn(experts, out_features)
+        weights = torch.randn(num_experts, out_features, in_features) / in_features**0.5
+        biases = torch.randn(num_experts, out_features)
         return tuple(
             ops.pack_linear(weight, encoding, bias=weight_bias if has_bias else None)
             for weight, weight_bias in zip(weights, biases, strict=True)
         )
 
     return PackedExperts(
-        pack_linears(2 * inner, hidden, encoding), pack_linears(hidden, inner, down_encoding or encoding)
+        pack_linears(2 * inner_size, hidden_size, encoding),
+        pack_linears(hidden_size, inner_size, down_encoding or encoding),
     )
 
 
-def random_routes(rows: int, experts: int, top: int) -> tuple[Tensor, Tensor]:
-    return ReferenceOps().route(torch.randn(rows, experts) * 2, top, "all")
+def random_routes(num_rows: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    return ReferenceOps().route(torch.randn(num_rows, num_experts) * 2, top_k, "all")
 
 
 def run_experts_separately(
@@ -58,9 +59,9 @@ def run_experts_separately(
     return ReferenceOps.experts(ops, x, experts, topk_weights, topk_ids, gating)
 
 
-def random_activations(rows: int, width: int, encoding: str) -> Tensor:
-    """Return activations ``[rows, width]`` with gaps between the rows in memory."""
-    return torch.randn(rows, width + 24).to(encoding_named(encoding).compute_dtype.to_torch())[:, :width]
+def random_activations(num_rows: int, width: int, encoding: str) -> Tensor:
+    """Return activations ``[num_rows, width]`` with gaps between the rows in memory."""
+    return torch.randn(num_rows, width + 24).to(encoding_named(encoding).compute_dtype.to_torch())[:, :width]
 
 
 @pytest.mark.matrix
@@ -71,9 +72,9 @@ def test_results_for_any_number_of_rows_are_bit_equal_to_separate_experts(
 ) -> None:
     experts = pack_experts(ops, 7, 72, 100, encoding, has_bias=has_bias)
     cases = []
-    for rows in (*range(1, 41), 0, 300, 800):
-        x, gating = random_activations(rows, 72, encoding), GATINGS[rows % 5]
-        topk_weights, topk_ids = random_routes(rows, 7, 1 + rows % 7)
+    for num_rows in (*range(1, 41), 0, 300, 800):
+        x, gating = random_activations(num_rows, 72, encoding), GATINGS[num_rows % 5]
+        topk_weights, topk_ids = random_routes(num_rows, 7, 1 + num_rows % 7)
         cases.append(
             (
                 x,
@@ -122,8 +123,11 @@ def test_layers_in_different_encodings_are_bit_equal_to_separate_experts(
 def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
     """The layers have more panels than a thread computes at once, and more inputs than a block has."""
     experts = pack_experts(ops, 3, 1100, 700, encoding)
-    for rows in (1, 2, 30):
-        x, (topk_weights, topk_ids) = random_activations(rows, 1100, encoding), random_routes(rows, 3, 2)
+    for num_rows in (1, 2, 30):
+        x, (topk_weights, topk_ids) = (
+            random_activations(num_rows, 1100, encoding),
+            random_routes(num_rows, 3, 2),
+        )
         expected = run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu")
         for num_threads in (1, 2, 5):
             torch.set_num_threads(num_threads)
@@ -135,8 +139,8 @@ def test_wide_experts_are_bit_equal_on_any_number_of_threads(ops: CpuOps, encodi
 def test_several_rounds_of_row_expert_pairs_are_bit_equal_to_separate_experts(
     ops: CpuOps, encoding: str
 ) -> None:
-    rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
-    x, (topk_weights, topk_ids) = random_activations(rows, 128, encoding), random_routes(rows, 6, 4)
+    num_rows, experts = 3100, pack_experts(ops, 6, 128, 256, encoding)
+    x, (topk_weights, topk_ids) = random_activations(num_rows, 128, encoding), random_routes(num_rows, 6, 4)
     # The ids are unsorted, and every row uses expert 5.
     topk_ids[:, 0], topk_ids[:1000, 1:] = (
         5,
@@ -151,9 +155,9 @@ def test_several_rounds_of_row_expert_pairs_are_bit_equal_to_separate_experts(
 
 def test_a_batch_that_uses_a_single_expert_is_bit_equal_to_separate_experts(ops: CpuOps) -> None:
     experts = pack_experts(ops, 128, 64, 32, "bfloat16")
-    for rows in (1, 6, 7, 240, 241, 500):
-        x, topk_ids = random_activations(rows, 64, "bfloat16"), torch.full((rows, 1), 77)
-        topk_weights = torch.rand(rows, 1)
+    for num_rows in (1, 6, 7, 240, 241, 500):
+        x, topk_ids = random_activations(num_rows, 64, "bfloat16"), torch.full((num_rows, 1), 77)
+        topk_weights = torch.rand(num_rows, 1)
         actual = ops.experts(x, experts, topk_weights, topk_ids, "silu")
         assert torch.equal(actual, run_experts_separately(ops, x, experts, topk_weights, topk_ids, "silu"))
 
@@ -168,16 +172,16 @@ def test_strided_topk_weights_and_topk_ids_are_read(ops: CpuOps) -> None:
 
 
 @pytest.mark.parametrize("invalid_id", [-1, 6, 1 << 40])
-@pytest.mark.parametrize("rows", [2, 60])
+@pytest.mark.parametrize("num_rows", [2, 60])
 @pytest.mark.parametrize(
     ("encoding", "dtype"), [("float32", "float32"), ("int8", "bfloat16"), ("int8", "float32")]
 )
 def test_an_invalid_expert_id_is_refused(
-    ops: CpuOps, invalid_id: int, rows: int, encoding: str, dtype: str
+    ops: CpuOps, invalid_id: int, num_rows: int, encoding: str, dtype: str
 ) -> None:
     """The biases of int8 experts are bfloat16, so the reference computes them with float32 activations."""
-    experts, x = pack_experts(ops, 6, 64, 64, encoding), random_activations(rows, 64, dtype)
-    topk_weights, topk_ids = random_routes(rows, 6, 3)
+    experts, x = pack_experts(ops, 6, 64, 64, encoding), random_activations(num_rows, 64, dtype)
+    topk_weights, topk_ids = random_routes(num_rows, 6, 3)
     topk_ids[1, 2] = invalid_id
     with pytest.raises(IndexError, match=f"expert {invalid_id} of 6"):
         ops.experts(x, experts, topk_weights, topk_ids, "silu")

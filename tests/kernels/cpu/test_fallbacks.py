@@ -26,8 +26,8 @@ def run_attention(ops: ReferenceOps, head_dim: int) -> torch.Tensor:  # [2, 1, D
     cache = torch.randn(2, 3, 1, 16, head_dim, generator=generator)
     kv = LayerKV(cache, torch.tensor([[1]], dtype=torch.int32), torch.tensor([16, 17]))
     q = torch.randn(2, 1, head_dim, generator=generator)
-    offsets, lengths = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    return ops.attention(q, kv, offsets, lengths, scale=1.0)
+    row_offsets, lengths = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    return ops.attention(q, kv, row_offsets, lengths, scale=1.0)
 
 
 def test_each_cause_is_logged_once(ops: CpuOps, caplog: pytest.LogCaptureFixture) -> None:

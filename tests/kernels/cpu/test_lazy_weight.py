@@ -26,25 +26,25 @@ def get_lazy_weight(packed: PackedLinear) -> LazyWeight:
 @pytest.mark.matrix
 @pytest.mark.parametrize("stored_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])
-@pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 33, 300])
+@pytest.mark.parametrize("part_sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
 def test_products_before_and_after_packing_are_bit_equal(
     ops: CpuOps,
     stored_dtype: torch.dtype,
     encoding: str,
-    rows: int,
-    sizes: tuple[int, ...],
+    num_rows: int,
+    part_sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # products pack 2 or 3 panels at a time
     # the rows are strided and unaligned
-    weights = [torch.randn(size, 90).to(stored_dtype)[:, 3:84] for size in sizes]
+    weights = [torch.randn(size, 90).to(stored_dtype)[:, 3:84] for size in part_sizes]
     dtype = getattr(torch, encoding)
-    x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
+    x, bias = torch.randn(num_rows, 85).to(dtype)[:, 4:], torch.randn(sum(part_sizes))
     packed_weight = ops.pack_lazily(weights, encoding, bias=bias)
     expected = ops.linear(x, ops.pack_linear(weights, encoding, bias=bias))
     assert torch.equal(ops.linear(x, packed_weight), expected)
-    assert len(get_lazy_weight(packed_weight).parts) == len(sizes), "the weight is not packed yet"
+    assert len(get_lazy_weight(packed_weight).parts) == len(part_sizes), "the weight is not packed yet"
     assert set(packed_weight.tensors) == {"panels"}
     assert not get_lazy_weight(packed_weight).parts
     assert torch.equal(ops.linear(x, packed_weight), expected)

@@ -31,13 +31,13 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
 
 @pytest.fixture(params=[2, 5])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    previous_threads = torch.get_num_threads()
+    previous_num_threads = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(previous_threads)
+    torch.set_num_threads(previous_num_threads)
 
 
-def empty_inputs(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
+def empty_inputs(in_features: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
     """Return LoRA inputs with memory for adapters on some slices.
 
     All ranks are 0. Values beyond a rank are NaN.
@@ -45,7 +45,7 @@ def empty_inputs(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") 
     matrices, ranks = {}, {}
     for linear_slice in SLICES:
         if linear_slice.name in names:
-            down = torch.full((NUM_ADAPTERS, rank, inputs), torch.nan, dtype=dtype)
+            down = torch.full((NUM_ADAPTERS, rank, in_features), torch.nan, dtype=dtype)
             up = torch.full(
                 (NUM_ADAPTERS, rank, linear_slice.stop - linear_slice.start), torch.nan, dtype=dtype
             )
@@ -64,8 +64,8 @@ def fill_adapter(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> No
         lora.ranks[name][adapter] = rank
 
 
-def random_inputs(inputs: int, rank: int, dtype: torch.dtype) -> LoRAInputs:
-    lora = empty_inputs(inputs, rank, dtype)
+def random_inputs(in_features: int, rank: int, dtype: torch.dtype) -> LoRAInputs:
+    lora = empty_inputs(in_features, rank, dtype)
     for adapter, ranks in enumerate([(rank, rank), (1, rank), (rank // 2, 3), (0, 7), (rank - 1, 0)]):
         fill_adapter(lora, adapter, dict(zip("qv", ranks, strict=True)))
     return lora
@@ -77,17 +77,22 @@ def select_adapters(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 
 @pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "rank"), [(20, 12), (700, 64), (1500, 16)])
+@pytest.mark.parametrize(("in_features", "rank"), [(20, 12), (700, 64), (1500, 16)])
 def test_rows_of_a_batch_equal_single_rows(
-    ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int, num_threads: int
+    ops: CpuOps, dtype: torch.dtype, in_features: int, rank: int, num_threads: int
 ) -> None:
     """The weight of the layer is zero, so that the results are the products of the adapters alone.
 
     The sizes cover the three ways to divide work among threads: all work on one thread, few rows by ranks and
     outputs, and many rows by tiles of rows.
     """
-    zero_layer = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
-    lora, x = random_inputs(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
+    zero_layer = ops.pack_linear(
+        torch.zeros(301, in_features), str(dtype).removeprefix("torch."), slices=SLICES
+    )
+    lora, x = (
+        random_inputs(in_features, rank, dtype),
+        torch.randn(90, 2 * in_features).to(dtype)[:, :in_features],
+    )
     for adapter in (-1, 0, 3):
         adapters = torch.full((90,), adapter)
         torch.set_num_threads(1)

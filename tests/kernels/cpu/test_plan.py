@@ -67,11 +67,11 @@ def step_with_many_operations(ops: CpuOps, encoding: str, width: int) -> Step:
         x = ops.scale(ops.embedding(step_inputs["tokens"], table), 3.0)
         normalized, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
         x = ops.clamp(ops.add(ops.layer_norm(normalized, weight, bias, 1e-5), x), -9.0, 8.0)
-        heads = ops.linear(x, packed_weight)[:, :128].view(-1, 8, 16)
-        q = ops.layer_norm(heads[:, :4], head_weight, head_bias, 1e-5)
-        q, k = ops.rotary(q, heads[:, 4:6], *rows)
+        num_heads = ops.linear(x, packed_weight)[:, :128].view(-1, 8, 16)
+        q = ops.layer_norm(num_heads[:, :4], head_weight, head_bias, 1e-5)
+        q, k = ops.rotary(q, num_heads[:, 4:6], *rows)
         q, k = ops.rotary(q, k, *rows, is_interleaved=True)
-        ops.store_kv(k, heads[:, 6:], kv)
+        ops.store_kv(k, num_heads[:, 6:], kv)
         attended = ops.attention(
             q, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25, sinks=sinks
         )
@@ -99,12 +99,12 @@ def step_with_many_operations(ops: CpuOps, encoding: str, width: int) -> Step:
 def make_step_inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return the inputs of a step with one row and four blocks per sequence."""
     last_positions = torch.tensor(lengths) - 1
-    tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
+    block_tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
     return {
         "tokens": torch.randint(0, 50, (len(lengths),)),
         "positions": last_positions,
-        "tables": tables.int(),
-        "slots": tables[torch.arange(len(lengths)), last_positions // 16] * 16 + last_positions % 16,
+        "tables": block_tables.int(),
+        "slots": block_tables[torch.arange(len(lengths)), last_positions // 16] * 16 + last_positions % 16,
         "offsets": torch.arange(len(lengths) + 1).int(),
         "lengths": torch.tensor(lengths).int(),
         "last": torch.tensor([0]),
@@ -234,11 +234,11 @@ def test_an_unrecordable_step_is_tried_once(ops: CpuOps) -> None:
 
 def test_a_larger_arena_keeps_earlier_steps_correct(ops: CpuOps) -> None:
     graphs = GraphCache(CpuGraphCompiler(ops))
-    for rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
+    for num_rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
         for _ in range(2):
-            x = torch.randn(rows)
+            x = torch.randn(num_rows)
             results = graphs.run(
-                rows,
+                num_rows,
                 {"x": x},
                 lambda step_ops, step_inputs: double(step_ops, {"x": step_inputs["x"].view(1, -1)}),
             )
@@ -259,16 +259,16 @@ def tiny_language_model(ops: CpuOps) -> Step:
     def step(ops: Ops, step_inputs: Mapping[str, Tensor]) -> list[Tensor]:
         kv = LayerKV(cache, step_inputs["tables"], step_inputs["slots"])
         x = ops.embedding(step_inputs["tokens"], table)
-        heads = x.view(-1, 2, 16)
-        ops.store_kv(heads, heads, kv)
-        attended = ops.attention(heads, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25)
+        num_heads = x.view(-1, 2, 16)
+        ops.store_kv(num_heads, num_heads, kv)
+        attended = ops.attention(num_heads, kv, step_inputs["offsets"], step_inputs["lengths"], scale=0.25)
         return [ops.linear(ops.add(x, attended.flatten(1)), head)]
 
     return step
 
 
 def advance_inputs(step_inputs: Mapping[str, Tensor], num_steps: int) -> dict[str, Tensor]:
-    """Return the inputs, except for the tokens, of the step that is ``num_steps`` steps later."""
+    """Return the inputs of the step that is ``num_steps`` steps later. The tokens stay unchanged."""
     lengths = step_inputs["lengths"].long() + num_steps
     last_positions = lengths - 1
     slots = (
@@ -278,37 +278,37 @@ def advance_inputs(step_inputs: Mapping[str, Tensor], num_steps: int) -> dict[st
     return {**step_inputs, "positions": last_positions, "lengths": lengths.int(), "slots": slots}
 
 
-def make_sampling_inputs(rows: int, temperature: float) -> SamplingInputs:
+def make_sampling_inputs(num_rows: int, temperature: float) -> SamplingInputs:
     return SamplingInputs(
-        torch.full((rows,), temperature),
-        torch.zeros(rows, dtype=torch.int64),
-        torch.full((rows,), 0.95),
-        torch.zeros(rows),
-        torch.zeros(rows, dtype=torch.float64),
+        torch.full((num_rows,), temperature),
+        torch.zeros(num_rows, dtype=torch.int64),
+        torch.full((num_rows,), 0.95),
+        torch.zeros(num_rows),
+        torch.zeros(num_rows, dtype=torch.float64),
     )
 
 
-def no_stop_tokens(rows: int) -> Tensor:
-    return torch.full((rows, 1), -1)
+def no_stop_tokens(num_rows: int) -> Tensor:
+    return torch.full((num_rows, 1), -1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 @pytest.mark.parametrize("lengths", [[7], [3, 20], [15, 30, 40]])
 def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], temperature: float) -> None:
-    step, num_steps, rows = tiny_language_model(ops), 7, len(lengths)
+    step, num_steps, num_rows = tiny_language_model(ops), 7, len(lengths)
     step_inputs = {
-        "tokens": torch.randint(0, 50, (rows,)),
-        "tables": (1 + torch.randperm(9))[: 3 * rows].view(rows, 3).int(),
-        "offsets": torch.arange(rows + 1).int(),
+        "tokens": torch.randint(0, 50, (num_rows,)),
+        "tables": (1 + torch.randperm(9))[: 3 * num_rows].view(num_rows, 3).int(),
+        "offsets": torch.arange(num_rows + 1).int(),
         "lengths": torch.tensor(lengths).int(),
     }
     step_inputs = advance_inputs(step_inputs, 0)
     plan, _ = compile_step(ops, step_inputs, step)
     sampling, uniforms = (
-        make_sampling_inputs(rows, temperature),
-        torch.rand(num_steps, rows, dtype=torch.float64),
+        make_sampling_inputs(num_rows, temperature),
+        torch.rand(num_steps, num_rows, dtype=torch.float64),
     )
-    steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
+    steps = [advance_inputs(step_inputs, num_later_steps) for num_later_steps in range(num_steps)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }
@@ -319,7 +319,7 @@ def test_replay_steps_equals_single_steps(ops: CpuOps, lengths: list[int], tempe
         expected.append(tokens)
     for _ in range(2):  # the second run does not depend on what the first one stored
         sampled_ids = plan.replay_steps(
-            list(step_inputs.values()), step_values, sampling, uniforms, no_stop_tokens(rows)
+            list(step_inputs.values()), step_values, sampling, uniforms, no_stop_tokens(num_rows)
         )
         assert torch.equal(sampled_ids, torch.stack(expected))
     if temperature:
@@ -330,7 +330,7 @@ def test_replay_steps_stops_when_every_row_has_ended(ops: CpuOps) -> None:
     step, num_steps = tiny_language_model(ops), 8
     step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     plan, _ = compile_step(ops, step_inputs, step)
-    steps = [advance_inputs(step_inputs, ahead) for ahead in range(num_steps)]
+    steps = [advance_inputs(step_inputs, num_later_steps) for num_later_steps in range(num_steps)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }
@@ -364,7 +364,7 @@ def test_a_row_with_non_finite_logits_does_not_stop_the_batch(ops: CpuOps) -> No
     step_inputs = advance_inputs(make_step_inputs([3, 20]), 0)
     step_inputs["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
     plan, _ = compile_step(ops, step_inputs, add_noise)
-    steps = [advance_inputs(step_inputs, ahead) for ahead in range(3)]
+    steps = [advance_inputs(step_inputs, num_later_steps) for num_later_steps in range(3)]
     step_values = {
         name: torch.stack([step[name] for step in steps]) for name in ("positions", "lengths", "slots")
     }

@@ -57,14 +57,14 @@ def expected_product(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | No
     tensors = linear_encoding.pack(weight)
     float_bias = None if bias is None else bias.float()
     y = linear_encoding.multiply(x.float(), tensors, float_bias)
-    terms = x.float().abs() @ linear_encoding.unpack(tensors).abs().T
-    return y, terms if float_bias is None else terms + float_bias.abs()
+    magnitude_sums = x.float().abs() @ linear_encoding.unpack(tensors).abs().T
+    return y, magnitude_sums if float_bias is None else magnitude_sums + float_bias.abs()
 
 
-def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
+def assert_is_rounded(y: Tensor, expected: Tensor, magnitude_sums: Tensor) -> None:
     """Check that ``y`` equals ``expected`` up to a few float32 roundings and one to the type of ``y``."""
     rounding = 0.0 if y.dtype == torch.float32 else 2**-8
-    assert bool(((y.float() - expected).abs() <= rounding * expected.abs() + 2**-21 * terms).all())
+    assert bool(((y.float() - expected).abs() <= rounding * expected.abs() + 2**-21 * magnitude_sums).all())
 
 
 @pytest.mark.matrix
@@ -81,40 +81,40 @@ def test_products_agree_with_the_definition(
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
     y = ops.linear(x, pack_with_bias(ops, weight, encoding, bias))
     assert y.dtype == dtype
-    expected, terms = expected_product(weight, encoding, x, bias)
-    assert_is_rounded(y, expected, terms)
+    expected, magnitude_sums = expected_product(weight, encoding, x, bias)
+    assert_is_rounded(y, expected, magnitude_sums)
     if encoding == "int8" and dtype == torch.float32:
         assert torch.equal(y, expected)  # sums of integers do not depend on their order
 
 
-def rows_with_outliers(inputs: int) -> Tensor:
-    """Return rows ``[60, inputs]`` with outliers. Some rows need more than the maximum of extra bytes.
+def rows_with_outliers(in_features: int) -> Tensor:
+    """Return rows ``[60, in_features]`` with outliers. Some rows need more than the maximum of extra bytes.
 
     A number takes n extra bytes if its magnitude is above 127 n and at most 127 (n + 1) times the scale.
     """
-    x = torch.randn(60, inputs)
+    x = torch.randn(60, in_features)
     for row in range(1, len(x)):
-        count = min(row % 20, inputs)
-        positions = torch.randperm(inputs)[:count]
-        x[row, positions] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
+        num_outliers = min(row % 20, in_features)
+        positions = torch.randperm(in_features)[:num_outliers]
+        x[row, positions] *= 10 ** torch.empty(num_outliers).uniform_(0, 1 + row / 20)
     x[-1] = 1.0
     x[
-        -1, : min(15, inputs // 32)
+        -1, : min(15, in_features // 32)
     ] = -2.0  # each outlier needs one extra byte if it is scaled to 127 times 1.5 or 2
     x[-2] = x[-1]
     x[-2, -1:] = 2.0  # one outlier more than the maximum number of extra bytes
     return x
 
 
-@pytest.mark.parametrize("inputs", [31, 64, 576, 1500, 4100])
+@pytest.mark.parametrize("in_features", [31, 64, 576, 1500, 4100])
 def test_products_of_rows_with_outliers_agree_with_the_definition(
-    ops: CpuOps, dtype: torch.dtype, inputs: int
+    ops: CpuOps, dtype: torch.dtype, in_features: int
 ) -> None:
-    weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
+    weight, x = torch.randn(70, in_features), rows_with_outliers(in_features).to(dtype)
     packed_weight = pack_with_bias(ops, weight, "int8")
     y = ops.linear(x, packed_weight)
-    expected, terms = expected_product(weight, "int8", x, None)
-    assert_is_rounded(y, expected, terms)
+    expected, magnitude_sums = expected_product(weight, "int8", x, None)
+    assert_is_rounded(y, expected, magnitude_sums)
     if dtype == torch.float32:
         assert torch.equal(y, expected)
     for start, end in ((0, 1), (7, 10), (30, 36), (20, 60)):
@@ -162,27 +162,30 @@ def test_rows_of_results_above_4_mib_equal_rows_of_smaller_results(ops: CpuOps, 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("invalid_value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("num_rows", [5, 40])
 @pytest.mark.parametrize("position", [0, 130])  # within a full SIMD vector, and in the remainder of the row
 def test_only_a_row_with_a_non_finite_value_gives_nan(
-    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, position: int, invalid_value: float
+    ops: CpuOps, encoding: str, dtype: torch.dtype, num_rows: int, position: int, invalid_value: float
 ) -> None:
-    x, packed_weight = torch.randn(rows, 131).to(dtype), pack_with_bias(ops, torch.randn(70, 131), encoding)
+    x, packed_weight = (
+        torch.randn(num_rows, 131).to(dtype),
+        pack_with_bias(ops, torch.randn(70, 131), encoding),
+    )
     plain_result = ops.linear(x, packed_weight)
     x[3, position] = invalid_value
     y = ops.linear(x, packed_weight)
     assert y[3].isnan().all()
-    other_rows = [row for row in range(rows) if row != 3]
+    other_rows = [row for row in range(num_rows) if row != 3]
     assert torch.equal(y[other_rows], plain_result[other_rows])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("rows", [1, 9])
-def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, rows: int) -> None:
-    inputs = 14336
-    packed_weight = pack_with_bias(ops, torch.full((2, inputs), 127.0 * sign), "int8")
-    y = ops.linear(torch.full((rows, inputs), 127.0), packed_weight)
-    assert torch.equal(y, torch.full((rows, 2), float(127 * 127 * inputs * sign)))
+@pytest.mark.parametrize("num_rows", [1, 9])
+def test_sums_of_extreme_values_are_exact(ops: CpuOps, sign: int, num_rows: int) -> None:
+    in_features = 14336
+    packed_weight = pack_with_bias(ops, torch.full((2, in_features), 127.0 * sign), "int8")
+    y = ops.linear(torch.full((num_rows, in_features), 127.0), packed_weight)
+    assert torch.equal(y, torch.full((num_rows, 2), float(127 * 127 * in_features * sign)))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -40,25 +40,25 @@ def test_gelu_of_infinity_is_infinity_and_of_minus_infinity_or_nan_is_nan(ops: C
     assert y[0].isnan().tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("rows", [3, 150])
+@pytest.mark.parametrize("num_rows", [3, 150])
 @pytest.mark.parametrize("scale", [0.05, 0.125, 1.0])
-def test_weights_of_attention_add_up_to_one(ops: CpuOps, rows: int, scale: float) -> None:
+def test_weights_of_attention_add_up_to_one(ops: CpuOps, num_rows: int, scale: float) -> None:
     """All values are 1, so each output is the sum of the weights. Scores differ by up to 60."""
     torch.manual_seed(0)
-    q, k = torch.randn(2, rows, 3, 64).bfloat16()
-    offsets = torch.tensor([0, rows], dtype=torch.int32)
+    q, k = torch.randn(2, num_rows, 3, 64).bfloat16()
+    row_offsets = torch.tensor([0, num_rows], dtype=torch.int32)
     for is_causal in (False, True):
-        out = ops.encoder_attention(q, k, torch.ones_like(k), offsets, scale=scale, is_causal=is_causal)
+        out = ops.encoder_attention(q, k, torch.ones_like(k), row_offsets, scale=scale, is_causal=is_causal)
         assert (out == 1).all()
 
 
-@pytest.mark.parametrize("rows", [3, 150, 700])
+@pytest.mark.parametrize("num_rows", [3, 150, 700])
 @pytest.mark.parametrize("scale", [0.125, 1.0])
-def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, rows: int, scale: float) -> None:
-    torch.manual_seed(rows)
-    q, k, v = torch.randn(3, rows, 2, 64).bfloat16()
-    offsets = torch.tensor([0, rows], dtype=torch.int32)
-    out = ops.encoder_attention(q, k, v, offsets, scale=scale).double()
+def test_attention_is_as_accurate_as_its_rounded_weights(ops: CpuOps, num_rows: int, scale: float) -> None:
+    torch.manual_seed(num_rows)
+    q, k, v = torch.randn(3, num_rows, 2, 64).bfloat16()
+    row_offsets = torch.tensor([0, num_rows], dtype=torch.int32)
+    out = ops.encoder_attention(q, k, v, row_offsets, scale=scale).double()
     weights = (torch.einsum("qhd,khd->hqk", q.double(), k.double()) * scale).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, v.double())
     squares = torch.einsum("hqk,khd->qhd", weights**2, v.double() ** 2)
@@ -70,7 +70,7 @@ def test_a_nan_in_a_query_affects_only_its_row(ops: CpuOps) -> None:
     torch.manual_seed(1)
     q, k, v = torch.randn(3, 150, 1, 64).bfloat16()
     q[70, 0, 5] = torch.nan
-    offsets = torch.tensor([0, 150], dtype=torch.int32)
-    out = ops.encoder_attention(q, k, v, offsets, scale=0.125)
+    row_offsets = torch.tensor([0, 150], dtype=torch.int32)
+    out = ops.encoder_attention(q, k, v, row_offsets, scale=0.125)
     assert out.isnan().all((1, 2)).nonzero().flatten().tolist() == [70]
     assert out.isnan().any((1, 2)).sum() == 1

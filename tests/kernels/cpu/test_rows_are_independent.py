@@ -13,7 +13,7 @@ from penstock.kernels import LayerKV
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.ops import CpuOps
 
-LENGTH, HEADS, KV_HEADS, DIM = 1200, 4, 2, 32  # more keys than two key chunks of the kernel
+LENGTH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 1200, 4, 2, 32  # more keys than two key chunks of the kernel
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 
@@ -31,7 +31,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 def random_sequence(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return queries ``[T, H, D]``, and keys and values ``[2, K, T, D]``, of one sequence."""
-    return torch.randn(LENGTH, HEADS, DIM).to(dtype), torch.randn(2, KV_HEADS, LENGTH, DIM).to(dtype)
+    return torch.randn(LENGTH, NUM_HEADS, HEAD_DIM).to(dtype), torch.randn(
+        2, NUM_KV_HEADS, LENGTH, HEAD_DIM
+    ).to(dtype)
 
 
 def attend_ranges(
@@ -49,17 +51,22 @@ def attend_ranges(
     padded_keys_and_values = torch.nn.functional.pad(
         keys_and_values, (0, 0, 0, num_blocks * block_size - LENGTH)
     )
-    cache = padded_keys_and_values.view(2, KV_HEADS, num_blocks, block_size, DIM).transpose(1, 2).contiguous()
+    cache = (
+        padded_keys_and_values.view(2, NUM_KV_HEADS, num_blocks, block_size, HEAD_DIM)
+        .transpose(1, 2)
+        .contiguous()
+    )
     scales = None
     if is_int8:
         scales = cache.float().abs().amax(-1).clamp_min(1e-12) / 127
         cache = (cache / scales[..., None]).round().to(torch.int8)
-    tables = torch.arange(num_blocks).repeat(len(ranges), 1).int()
-    counts = torch.tensor([0] + [rows.stop - rows.start for rows in ranges])
-    lengths = torch.tensor([rows.stop for rows in ranges]).int()
-    q = torch.cat([queries[rows] for rows in ranges])
-    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window, scales)
-    return ops.attention(q, kv, counts.cumsum(0).int(), lengths, scale=DIM**-0.5)
+    block_tables = torch.arange(num_blocks).repeat(len(ranges), 1).int()
+    row_counts = [row_range.stop - row_range.start for row_range in ranges]
+    row_offsets = torch.tensor([0, *row_counts]).cumsum(0).int()
+    lengths = torch.tensor([row_range.stop for row_range in ranges]).int()
+    q = torch.cat([queries[row_range] for row_range in ranges])
+    kv = LayerKV(cache, block_tables, torch.empty(0, dtype=torch.int64), window, scales)
+    return ops.attention(q, kv, row_offsets, lengths, scale=HEAD_DIM**-0.5)
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
@@ -106,18 +113,18 @@ def test_attention_is_bit_equal_on_any_number_of_threads(
 
 
 @pytest.mark.usefixtures("_restore_num_threads")
-@pytest.mark.parametrize(("outputs", "inputs"), [(1030, 520), (64, 2051), (7, 3)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1030, 520), (64, 2051), (7, 3)])
 def test_linear_rows_are_bit_equal_alone_and_in_a_batch(
-    ops: CpuOps, dtype: torch.dtype, outputs: int, inputs: int
+    ops: CpuOps, dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
-    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
     packed_weight = ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias)
-    x = torch.randn(600, inputs + 3).to(dtype)[:, 1:-2]
+    x = torch.randn(600, in_features + 3).to(dtype)[:, 1:-2]
     batch_result = ops.linear(x, packed_weight)
     torch.set_num_threads(2)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
-        assert torch.equal(ops.linear(x[:rows], packed_weight), batch_result[:rows])
-        assert torch.equal(ops.linear(x[-rows:], packed_weight), batch_result[-rows:])
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
+        assert torch.equal(ops.linear(x[:num_rows], packed_weight), batch_result[:num_rows])
+        assert torch.equal(ops.linear(x[-num_rows:], packed_weight), batch_result[-num_rows:])
 
 
 @pytest.mark.usefixtures("_restore_num_threads")
@@ -126,8 +133,8 @@ def test_linear_with_few_panels_is_bit_equal_on_any_number_of_threads(ops: CpuOp
     """The weight has 3 panels, so that the rows are divided into more chunks if there are 2 or 5 threads."""
     torch.manual_seed(0)
     packed_weight = ops.pack_linear(torch.randn(150, 200), encoding)
-    for rows in (47, 48, 104, 300):
-        x = torch.randn(rows, 200).bfloat16()
+    for num_rows in (47, 48, 104, 300):
+        x = torch.randn(num_rows, 200).bfloat16()
         torch.set_num_threads(1)
         expected = ops.linear(x, packed_weight)
         for num_threads in (2, 5):

@@ -123,16 +123,21 @@ def test_routes_agree_with_the_reference(ops: CudaOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(37, 3), (64, 1024), (5, 4097), (3, 9000)])
 def test_float_products_of_a_single_row_agree_with_the_reference(
-    ops: CudaOps, dtype: torch.dtype, outputs: int, inputs: int
+    ops: CudaOps, dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
-    weight, x = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(1, 2 * inputs).to(dtype)
-    for bias in (None, torch.randn(outputs)):
+    weight, x = (
+        (torch.randn(out_features, in_features) / in_features**0.5).to(dtype),
+        torch.randn(1, 2 * in_features).to(dtype),
+    )
+    for bias in (None, torch.randn(out_features)):
         packed_weight = ops.pack_linear(
             weight, "float32" if dtype == torch.float32 else "bfloat16", bias=bias
         )
-        assert_close(ops.linear(x[:, :inputs], packed_weight), REFERENCE.linear(x[:, :inputs], packed_weight))
+        assert_close(
+            ops.linear(x[:, :in_features], packed_weight), REFERENCE.linear(x[:, :in_features], packed_weight)
+        )
 
 
 # ---- attention ----
@@ -147,24 +152,24 @@ def test_attention_without_sequences_is_empty(ops: CudaOps) -> None:
 
 def paged_cache(
     rows_and_lengths: Sequence[tuple[int, int]],
-    kv_heads: int = 2,
-    dim: int = 16,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     **fields: object,
 ) -> tuple[LayerKV, Tensor, Tensor]:
     """Return a KV cache, row offsets and lengths. Values after the end of a sequence are NaN."""
     block_counts = [-(-length // 16) for _, length in rows_and_lengths]
-    cache = torch.full((2, sum(block_counts) + 1, kv_heads, 16, dim), torch.nan)
+    cache = torch.full((2, sum(block_counts) + 1, num_kv_heads, 16, head_dim), torch.nan)
     cache[:, 0] = 0
-    ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
-    tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
+    block_ids = (torch.randperm(sum(block_counts)) + 1).int().split(block_counts)
+    block_tables = torch.zeros(len(block_counts), max(block_counts) + 1, dtype=torch.int32)
     for b, (_, length) in enumerate(rows_and_lengths):
-        tables[b, : block_counts[b]] = ids[b]
-        for column, block in enumerate(ids[b].tolist()):
+        block_tables[b, : block_counts[b]] = block_ids[b]
+        for column, block in enumerate(block_ids[b].tolist()):
             num_filled = min(16, length - 16 * column)
-            cache[:, block, :, :num_filled] = torch.randn(2, kv_heads, num_filled, dim)
-    rows = torch.tensor([0, *(n for n, _ in rows_and_lengths)])
-    kv = LayerKV(cache.to(dtype), tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
+            cache[:, block, :, :num_filled] = torch.randn(2, num_kv_heads, num_filled, head_dim)
+    rows = torch.tensor([0, *(num_rows for num_rows, _ in rows_and_lengths)])
+    kv = LayerKV(cache.to(dtype), block_tables, torch.zeros(0, dtype=torch.int64), **fields)  # type: ignore[arg-type]
     return kv, rows.cumsum(0).int(), torch.tensor([length for _, length in rows_and_lengths]).int()
 
 
@@ -187,8 +192,8 @@ def to_int8_cache(kv: LayerKV) -> LayerKV:
 def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, case: str) -> None:
     fields = {"window": {"window": 9}, "chunks": {"window": 8, "is_chunked": True}}.get(case, {})
     batch = [(1, 600), (1, 33)] if case == "decode in splits" else ROWS_AND_LENGTHS
-    kv, offsets, lengths = paged_cache(batch, dtype=dtype, **fields)
-    q = torch.randn(int(offsets[-1]), 6, 20).to(dtype)[:, :, :16]
+    kv, row_offsets, lengths = paged_cache(batch, dtype=dtype, **fields)
+    q = torch.randn(int(row_offsets[-1]), 6, 20).to(dtype)[:, :, :16]
     if case == "decode in splits":
         kv.cache[0, kv.block_tables[0, 33:38].long()] *= 3  # the largest scores are not in the first split
     options: dict[str, object] = {"scale": 0.3}
@@ -200,8 +205,8 @@ def test_attention_agrees_with_the_reference(ops: CudaOps, dtype: torch.dtype, c
         positions = torch.cat([torch.arange(19, 20), torch.arange(23, 40), torch.arange(2, 5)])
         spans = torch.stack([positions, positions + 1], 1)
         spans[4:9] = torch.tensor([26, 31])
-        options["spans"] = ImageSpans(spans.int(), offsets, lengths)
-    actual, expected = call_both(ops, "attention", q, kv, offsets, lengths, **options)
+        options["spans"] = ImageSpans(spans.int(), row_offsets, lengths)
+    actual, expected = call_both(ops, "attention", q, kv, row_offsets, lengths, **options)
     assert_close(actual, expected)
 
 
@@ -263,11 +268,11 @@ def test_conversion_to_8_bit_floats_equals_torch(ops: CudaOps) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"is_causal": True}, {"bias": True}], ids=str)
 def test_encoder_attention_agrees_with_the_reference(ops: CudaOps, options: dict[str, object]) -> None:
-    offsets = torch.tensor([0, 3, 40]).int()
+    row_offsets = torch.tensor([0, 3, 40]).int()
     q, k, v = torch.randn(40, 8, 20).split([4, 2, 2], 1)
     if options.get("bias"):
         options = {"bias": torch.randn(4, 91)}
-    actual, expected = call_both(ops, "encoder_attention", q, k, v, offsets, scale=0.3, **options)
+    actual, expected = call_both(ops, "encoder_attention", q, k, v, row_offsets, scale=0.3, **options)
     assert_close(actual, expected)
 
 
@@ -280,9 +285,9 @@ def test_attention_is_bit_equal_in_chunks_batches_and_splits(
     """A row has the same bits in a large prefill chunk, in a small chunk, and alone with split keys."""
     num_processors = [1]  # with one processor, one program computes all splits of a tile
     monkeypatch.setattr("penstock.kernels.cuda.attention.num_processors", lambda device: num_processors[0])
-    kv, offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
+    kv, row_offsets, lengths = paged_cache([(20, 540), (1, 530)], 1)
     q = torch.randn(21, 2, 16)
-    full_result = deterministic_ops.attention(q, kv, offsets, lengths, scale=0.3)
+    full_result = deterministic_ops.attention(q, kv, row_offsets, lengths, scale=0.3)
     num_processors[0] = 1000
     swapped_kv = replace(kv, block_tables=kv.block_tables[[1, 0]])
     chunk = torch.tensor([0, 1, 14]).int(), torch.tensor([530, 533]).int()
@@ -342,8 +347,8 @@ def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: Cuda
 def test_products_of_float16_activations_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
     """The kernel multiplies by weights without row scales, which may exceed the range of float16."""
     packed_weight, reference_weight = call_both(ops, "pack_linear", torch.eye(20, 70) / 9, encoding)
-    for rows in (1, 3):
-        x = torch.randn(rows, 70).half()
+    for num_rows in (1, 3):
+        x = torch.randn(num_rows, 70).half()
         assert_close(
             ops.linear(x, packed_weight).float(), REFERENCE.linear(x, reference_weight).float(), 2.0**-9
         )
@@ -374,8 +379,8 @@ def test_lazily_packed_weights_agree_with_torch(ops: CudaOps, encoding: str) -> 
     assert_close(ops.linear(x, packed_weight), x @ weight.T)
     exact_weight = unpack_linear(packed_weight)  # `unpack_linear` packs the lazy weight first
     assert packed_weight.layout != NIBBLES
-    for rows in (1, 3, 70):
-        assert_close(ops.linear(x[:rows], packed_weight), x[:rows] @ exact_weight.T)
+    for num_rows in (1, 3, 70):
+        assert_close(ops.linear(x[:num_rows], packed_weight), x[:num_rows] @ exact_weight.T)
 
 
 def test_products_with_permuted_inputs_agree_with_the_reference(ops: CudaOps) -> None:

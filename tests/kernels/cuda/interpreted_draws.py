@@ -33,18 +33,18 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @settings(max_examples=num_examples(6))
 @given(
     encoding=st.sampled_from(["int8", "int5", "int4", "uint4", "uint8", "fp8", "bfloat16", "float32"]),
-    rows=st.integers(1, 70),
-    outputs=st.integers(1, 90),
-    inputs=st.integers(1, 5).map(lambda num_groups: 32 * num_groups) | st.integers(1, 140),
+    num_rows=st.integers(1, 70),
+    out_features=st.integers(1, 90),
+    in_features=st.integers(1, 5).map(lambda num_groups: 32 * num_groups) | st.integers(1, 140),
     is_deterministic=st.booleans(),
     has_bias=st.booleans(),
     seed=seeds,
 )
 def test_random_products_agree_with_the_reference(
     encoding: str,
-    rows: int,
-    outputs: int,
-    inputs: int,
+    num_rows: int,
+    out_features: int,
+    in_features: int,
     is_deterministic: bool,
     has_bias: bool,
     seed: int,
@@ -53,8 +53,8 @@ def test_random_products_agree_with_the_reference(
     ops = CudaOps()
     if is_deterministic:
         ops.require_determinism()
-    weight, x = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(rows, inputs)
-    bias = torch.randn(outputs) if has_bias else None
+    weight, x = torch.randn(out_features, in_features) / in_features**0.5, torch.randn(num_rows, in_features)
+    bias = torch.randn(out_features) if has_bias else None
     x = x.bfloat16() if encoding in ("bfloat16", "fp8") else x
     packed_weight, reference_weight = (
         back_end.pack_linear(weight, encoding, bias=bias) for back_end in (ops, REFERENCE)
@@ -65,21 +65,21 @@ def test_random_products_agree_with_the_reference(
 @settings(max_examples=num_examples(4))
 @given(
     encoding=st.sampled_from(["int8", "int4", "bfloat16", "float32"]),
-    rows=st.integers(1, 12),
-    experts=st.integers(1, 9),
-    top=st.integers(1, 4),
-    hidden=st.integers(1, 3).map(lambda num_groups: 32 * num_groups),
-    inner=st.integers(1, 60),
+    num_rows=st.integers(1, 12),
+    num_experts=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    hidden_size=st.integers(1, 3).map(lambda num_groups: 32 * num_groups),
+    inner_size=st.integers(1, 60),
     seed=seeds,
 )
 def test_random_experts_agree_with_the_reference(
-    encoding: str, rows: int, experts: int, top: int, hidden: int, inner: int, seed: int
+    encoding: str, num_rows: int, num_experts: int, top_k: int, hidden_size: int, inner_size: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    top = min(top, experts)
-    gate_up = [torch.randn(2 * inner, hidden) / hidden**0.5 for _ in range(experts)]
-    down = [torch.randn(hidden, inner) / inner**0.5 for _ in range(experts)]
-    x = torch.randn(rows, hidden)
+    top_k = min(top_k, num_experts)
+    gate_up = [torch.randn(2 * inner_size, hidden_size) / hidden_size**0.5 for _ in range(num_experts)]
+    down = [torch.randn(hidden_size, inner_size) / inner_size**0.5 for _ in range(num_experts)]
+    x = torch.randn(num_rows, hidden_size)
     x = x.bfloat16() if encoding == "bfloat16" else x
     results = []
     for ops in (CudaOps(), REFERENCE):
@@ -87,19 +87,25 @@ def test_random_experts_agree_with_the_reference(
             tuple(ops.pack_linear(weight, encoding) for weight in gate_up),
             tuple(ops.pack_linear(weight, encoding) for weight in down),
         )
-        logits = torch.randn(rows, experts, generator=torch.Generator().manual_seed(seed))
-        weights, ids = ops.route(logits, top, "chosen")
+        logits = torch.randn(num_rows, num_experts, generator=torch.Generator().manual_seed(seed))
+        weights, ids = ops.route(logits, top_k, "chosen")
         results.append(ops.experts(x, packed_experts, weights.to(x.dtype), ids, "silu"))
     assert_close(*results)
 
 
 @settings(max_examples=num_examples(6))
-@given(rows=st.integers(0, 9), width=st.integers(1, 400), heads=st.integers(1, 5), dtype=dtypes, seed=seeds)
+@given(
+    num_rows=st.integers(0, 9),
+    width=st.integers(1, 400),
+    num_heads=st.integers(1, 5),
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_random_row_operations_agree_with_the_reference(
-    rows: int, width: int, heads: int, dtype: torch.dtype, seed: int
+    num_rows: int, width: int, num_heads: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    x, residual = torch.randn(2, rows, width + 3).to(dtype)[:, :, :width]
+    x, residual = torch.randn(2, num_rows, width + 3).to(dtype)[:, :, :width]
     weight, bias = torch.randn(2, width).to(dtype)
     ops = CudaOps()
     for actual, expected in zip(
@@ -108,13 +114,13 @@ def test_random_row_operations_agree_with_the_reference(
         strict=True,
     ):
         assert_close(actual, expected)
-    gates = torch.randn(rows, 2 * width).to(dtype)
+    gates = torch.randn(num_rows, 2 * width).to(dtype)
     assert_close(ops.gated_activation(gates, "silu"), REFERENCE.gated_activation(gates, "silu"))
     dim = 2 * (width % 40 + 1)
-    qk, angles = torch.randn(rows, heads + 1, dim).to(dtype), torch.rand(rows, dim // 2) * 6
+    qk, angles = torch.randn(num_rows, num_heads + 1, dim).to(dtype), torch.rand(num_rows, dim // 2) * 6
     results = [
         back_end.rotary(
-            qk[:, :heads], qk[:, heads:], angles.cos(), angles.sin(), is_interleaved=bool(seed % 2)
+            qk[:, :num_heads], qk[:, num_heads:], angles.cos(), angles.sin(), is_interleaved=bool(seed % 2)
         )
         for back_end in (ops, REFERENCE)
     ]
@@ -124,8 +130,8 @@ def test_random_row_operations_agree_with_the_reference(
 
 @settings(max_examples=num_examples(6))
 @given(
-    rows=st.integers(1, 5),
-    vocabulary=st.integers(2, 300),
+    num_rows=st.integers(1, 5),
+    vocabulary_size=st.integers(2, 300),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     top_k=st.integers(0, 20),
     top_p=st.sampled_from([0.1, 0.9, 1.0]),
@@ -135,8 +141,8 @@ def test_random_row_operations_agree_with_the_reference(
     seed=seeds,
 )
 def test_random_samples_equal_the_reference(
-    rows: int,
-    vocabulary: int,
+    num_rows: int,
+    vocabulary_size: int,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -146,14 +152,14 @@ def test_random_samples_equal_the_reference(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    logits = torch.randn(rows, vocabulary) * 3
+    logits = torch.randn(num_rows, vocabulary_size) * 3
     logits = logits.round() if has_ties else logits
-    mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32))).int() if has_mask else None
+    mask = torch.randint(-(2**31), 2**31, (num_rows, -(-vocabulary_size // 32))).int() if has_mask else None
     inputs = SamplingInputs(
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
-        torch.full((rows,), min_p),
-        torch.rand(rows, dtype=torch.float64),
+        torch.full((num_rows,), temperature),
+        torch.full((num_rows,), top_k),
+        torch.full((num_rows,), top_p),
+        torch.full((num_rows,), min_p),
+        torch.rand(num_rows, dtype=torch.float64),
     )
     assert torch.equal(CudaOps().sample(logits, inputs, mask), REFERENCE.sample(logits, inputs, mask))

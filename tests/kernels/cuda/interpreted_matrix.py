@@ -59,26 +59,26 @@ def attention_cases() -> list[AttentionCase]:
     sizes = product((48, 72, 80, 96, 112, 192, 256, 512), ((7, 1), (7, 2), (1, 71), (3, 9)), CACHES)
     return [
         AttentionCase(
-            dim=dim,
-            group=group,
-            kv_heads=kv_heads,
+            head_dim=head_dim,
+            heads_per_kv_head=heads_per_kv_head,
+            num_kv_heads=num_kv_heads,
             dtype=DTYPES[i % 3],
             cache_kind=cache_kind,
             block_size=(16, 32, 64, 128)[i % 4],
             window=(None, 3, 65)[i % 3],
             soft_cap=(None, 7.0)[i % 2],
             has_sinks=i % 5 == 0,
-            span=(0, 4, 0)[i % 3],
+            num_span_rows=(0, 4, 0)[i % 3],
             is_deterministic=i % 2 == 0,
             sequences=((1, 40), (5, 33), (3, 3)),
             seed=i,
         )
-        for i, (dim, (kv_heads, group), cache_kind) in enumerate(sizes)
+        for i, (head_dim, (num_kv_heads, heads_per_kv_head), cache_kind) in enumerate(sizes)
     ]
 
 
 @pytest.mark.parametrize(
-    "case", attention_cases(), ids=lambda case: f"{case.dim}-{case.cache_kind}-{case.seed}"
+    "case", attention_cases(), ids=lambda case: f"{case.head_dim}-{case.cache_kind}-{case.seed}"
 )
 def test_attention_cases_agree_with_the_reference(case: AttentionCase) -> None:
     assert_agrees_with_reference(case)
@@ -88,16 +88,18 @@ def test_attention_cases_agree_with_the_reference(case: AttentionCase) -> None:
 def test_attention_of_batches_of_any_size_agrees_with_the_reference(size: int) -> None:
     decoding_sequences = tuple((1, 1 + 7 * j % 50) for j in range(size))
     assert_agrees_with_reference(
-        AttentionCase(group=2, dtype=torch.bfloat16, sequences=decoding_sequences, seed=size)
+        AttentionCase(heads_per_kv_head=2, dtype=torch.bfloat16, sequences=decoding_sequences, seed=size)
     )
     mixed_sequences = tuple((j % 3, max(j % 3, 1 + 7 * j % 20)) for j in range(size))
     assert_agrees_with_reference(
-        AttentionCase(dim=80, cache_kind="fp8", sequences=mixed_sequences, is_deterministic=True, seed=size)
+        AttentionCase(
+            head_dim=80, cache_kind="fp8", sequences=mixed_sequences, is_deterministic=True, seed=size
+        )
     )
 
 
 @pytest.mark.parametrize(
-    ("cache_kind", "dim", "group", "kv_heads", "dtype"),
+    ("cache_kind", "head_dim", "heads_per_kv_head", "num_kv_heads", "dtype"),
     [
         ("same", 80, 2, 7, torch.bfloat16),
         ("fp8", 96, 1, 7, torch.bfloat16),
@@ -106,27 +108,27 @@ def test_attention_of_batches_of_any_size_agrees_with_the_reference(size: int) -
     ],
 )
 def test_attention_is_bit_equal_alone_and_in_a_batch(
-    deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, dim: int, group: int,
-    kv_heads: int, dtype: torch.dtype,
+    deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, head_dim: int,
+    heads_per_kv_head: int, num_kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
     case = AttentionCase(
-        dim=dim,
-        group=group,
-        kv_heads=kv_heads,
+        head_dim=head_dim,
+        heads_per_kv_head=heads_per_kv_head,
+        num_kv_heads=num_kv_heads,
         dtype=dtype,
         cache_kind=cache_kind,
         block_size=32,
         sequences=sequences,
     )
-    q, kv, offsets, lengths, options = attention_inputs(case)
+    q, kv, row_offsets, lengths, options = attention_inputs(case)
     num_processors = [1]
     monkeypatch.setattr(attention, "num_processors", lambda device: num_processors[0])
-    full_result = deterministic_ops.attention(q, kv, offsets, lengths, **options)
+    full_result = deterministic_ops.attention(q, kv, row_offsets, lengths, **options)
     for num_processors[0] in (1, 10**6):
         for b in range(5):
-            rows = slice(int(offsets[b]), int(offsets[b + 1]))
+            rows = slice(int(row_offsets[b]), int(row_offsets[b + 1]))
             single_kv = replace(kv, block_tables=kv.block_tables[b : b + 1])
             single_offsets = torch.tensor([0, rows.stop - rows.start]).int()
             single_result = deterministic_ops.attention(
@@ -208,12 +210,12 @@ def test_rms_norms_and_activations_agree_with_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("dim", "rotary_dim"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)]
+    ("head_dim", "rotary_dim"), [(80, 80), (96, 32), (112, 56), (192, 192), (256, 64), (20, 10)]
 )
 def test_rotary_agrees_with_the_reference(
-    ops: CudaOps, dtype: torch.dtype, dim: int, rotary_dim: int
+    ops: CudaOps, dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
-    q, k = torch.randn(2, 3, 7, dim).to(dtype)
+    q, k = torch.randn(2, 3, 7, head_dim).to(dtype)
     angles = torch.rand(3, rotary_dim // 2) * 6
     for is_interleaved in (False, True):
         actual, expected = (
@@ -225,15 +227,15 @@ def test_rotary_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [20, 80, 96, 112, 192, 256, 512])
-def test_kv_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, dim: int) -> None:
-    k, v = torch.randn(2, 5, 7, dim).to(dtype)
+@pytest.mark.parametrize("head_dim", [20, 80, 96, 112, 192, 256, 512])
+def test_kv_cache_writes_equal_the_reference(ops: CudaOps, dtype: torch.dtype, head_dim: int) -> None:
+    k, v = torch.randn(2, 5, 7, head_dim).to(dtype)
     slots = torch.tensor([33, 127, 64, 40, 95])
     for cache_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
         stored_caches = []
         for back_end in (ops, REFERENCE):
             scales = torch.zeros(2, 4, 7, 32)
-            cache = torch.zeros(2, 4, 7, 32, dim).to(cache_dtype)
+            cache = torch.zeros(2, 4, 7, 32, head_dim).to(cache_dtype)
             cache_scales = None if cache_dtype == dtype else scales
             back_end.store_kv(k, v, LayerKV(cache, torch.zeros(1, 1).int(), slots, None, cache_scales))
             stored_caches.append((cache.float(), scales))
@@ -249,20 +251,20 @@ def test_products_agree_with_the_reference(ops: CudaOps, encoding: str, dtype: t
         packed_weight, reference_weight = (
             back_end.pack_linear(weight, encoding, bias=bias) for back_end in (ops, REFERENCE)
         )
-        for rows in (1, 17):
-            x = torch.randn(rows, in_features).to(dtype)
+        for num_rows in (1, 17):
+            x = torch.randn(num_rows, in_features).to(dtype)
             tolerance = 1e-3 if dtype == torch.float32 else 4 * TOLERANCE[dtype]
             assert_close(ops.linear(x, packed_weight), REFERENCE.linear(x, reference_weight), tolerance)
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "int8", "uint4", "mxfp4", "nvfp4", "fp8"])
-@pytest.mark.parametrize(("experts", "top", "rows"), [(60, 4, 3), (8, 2, 40), (3, 3, 1)])
+@pytest.mark.parametrize(("num_experts", "top_k", "num_rows"), [(60, 4, 3), (8, 2, 40), (3, 3, 1)])
 def test_experts_agree_with_the_reference(
-    ops: CudaOps, encoding: str, experts: int, top: int, rows: int
+    ops: CudaOps, encoding: str, num_experts: int, top_k: int, num_rows: int
 ) -> None:
-    expert_weights = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(experts)]
-    x = torch.randn(rows, 64).bfloat16()
-    weights, ids = REFERENCE.route(torch.randn(rows, experts), top, "all_normed")
+    expert_weights = [(torch.randn(96, 64) / 8, torch.randn(64, 48) / 8) for _ in range(num_experts)]
+    x = torch.randn(num_rows, 64).bfloat16()
+    weights, ids = REFERENCE.route(torch.randn(num_rows, num_experts), top_k, "all_normed")
     results = []
     for back_end in (ops, REFERENCE):
         packed_experts = PackedExperts(
@@ -273,30 +275,30 @@ def test_experts_agree_with_the_reference(
     assert_close(results[0], results[1], 2.0**-5)
 
 
-@pytest.mark.parametrize(("experts", "top"), [(128, 8), (384, 8), (1024, 6), (5, 5)])
-def test_routes_agree_with_the_reference(ops: CudaOps, experts: int, top: int) -> None:
-    logits = torch.randn(9, experts)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (384, 8), (1024, 6), (5, 5)])
+def test_routes_agree_with_the_reference(ops: CudaOps, num_experts: int, top_k: int) -> None:
+    logits = torch.randn(9, num_experts)
     for routing in ("all", "all_normed", "chosen"):
         (weights, ids), (expected, expected_ids) = (
-            back_end.route(logits, top, routing)  # type: ignore[arg-type]
+            back_end.route(logits, top_k, routing)  # type: ignore[arg-type]
             for back_end in (ops, REFERENCE)
         )
         assert torch.equal(ids, expected_ids)
         assert_close(weights, expected)
 
 
-@pytest.mark.parametrize("vocabulary", [2, 33, 1000, 32003])
-def test_sampled_tokens_equal_the_reference(ops: CudaOps, vocabulary: int) -> None:
-    rows = 7
+@pytest.mark.parametrize("vocabulary_size", [2, 33, 1000, 32003])
+def test_sampled_tokens_equal_the_reference(ops: CudaOps, vocabulary_size: int) -> None:
+    num_rows = 7
     sampling_inputs = SamplingInputs(
-        torch.rand(rows) * 1.5,
-        torch.randint(0, 40, (rows,)),
-        torch.rand(rows),
-        torch.rand(rows) / 9,
-        torch.rand(rows, dtype=torch.float64),
+        torch.rand(num_rows) * 1.5,
+        torch.randint(0, 40, (num_rows,)),
+        torch.rand(num_rows),
+        torch.rand(num_rows) / 9,
+        torch.rand(num_rows, dtype=torch.float64),
     )
-    logits = 3 * torch.randn(rows, vocabulary)
-    mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32))).int()
+    logits = 3 * torch.randn(num_rows, vocabulary_size)
+    mask = torch.randint(-(2**31), 2**31, (num_rows, -(-vocabulary_size // 32))).int()
     for allowed_mask in (None, mask):
         assert torch.equal(
             ops.sample(logits, sampling_inputs, allowed_mask),

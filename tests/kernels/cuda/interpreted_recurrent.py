@@ -23,12 +23,12 @@ def test_linear_attention_agrees_with_the_reference(dtype: torch.dtype) -> None:
     weight, decay = torch.randn(4, 56), torch.rand(2, 2)
     inputs, recurrent = torch.randn(5, 3, 56).to(dtype), torch.randn(5, 2, 8, 20)
     saves = torch.tensor([1, 3, 3, 4, 0, 0, 1, 1])
-    offsets, lengths = torch.tensor([0, 4, 6], dtype=torch.int32), torch.tensor([4, 7], dtype=torch.int32)
+    row_offsets, lengths = torch.tensor([0, 4, 6], dtype=torch.int32), torch.tensor([4, 7], dtype=torch.int32)
 
     def run(ops: Ops) -> list[torch.Tensor]:
         state = LayerState(inputs.clone(), recurrent.clone(), torch.tensor([2, 0]), saves)
-        qkv = ops.short_convolution(x, weight, state, offsets, lengths)
-        out = ops.gated_delta_rule(qkv, gates, decay, state, offsets, lengths)
+        qkv = ops.short_convolution(x, weight, state, row_offsets, lengths)
+        out = ops.gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
         gated = [ops.apply_gate(out, out.flip(2), "silu"), ops.apply_gate(out, out, "sigmoid")]
         return [qkv, out, state.inputs, state.recurrent, *gated]
 

@@ -35,17 +35,17 @@ def ops() -> CudaOps:
     ids=str,
 )
 def test_sampled_tokens_equal_the_reference(ops: CudaOps, changed_rules: dict[str, float]) -> None:
-    rows, rules = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changed_rules
+    num_rows, rules = 3, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changed_rules
     inputs = SamplingInputs(
-        torch.full((rows,), rules["temperature"]),
-        torch.full((rows,), int(rules["top_k"])),
-        torch.full((rows,), rules["top_p"]),
-        torch.full((rows,), rules["min_p"]),
-        torch.rand(rows, dtype=torch.float64),
+        torch.full((num_rows,), rules["temperature"]),
+        torch.full((num_rows,), int(rules["top_k"])),
+        torch.full((num_rows,), rules["top_p"]),
+        torch.full((num_rows,), rules["min_p"]),
+        torch.rand(num_rows, dtype=torch.float64),
     )
-    logits = torch.randint(0, 6, (rows, 50)).bfloat16()  # many equal logits
+    logits = torch.randint(0, 6, (num_rows, 50)).bfloat16()  # many equal logits
     logits[1, 40] = torch.nan
-    mask = torch.randint(-(2**31), 2**31, (rows, 2)).int()
+    mask = torch.randint(-(2**31), 2**31, (num_rows, 2)).int()
     mask[2] = 0
     for allowed_mask in (None, mask):
         actual, expected = (back_end.sample(logits, inputs, allowed_mask) for back_end in (ops, REFERENCE))

@@ -82,38 +82,41 @@ parametrize_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bflo
 @parametrize_dtypes
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rows", "sequences"),
+    ("num_heads", "num_kv_heads", "head_dim", "num_rows", "num_sequences"),
     [(16, 8, 128, 1, 1), (4, 1, 64, 512, 4), (8, 8, 80, 70, 2)],
 )
 def test_attention_kernels_compile(
-    ops: Any, dtype: torch.dtype, is_deterministic: bool, heads: int, kv_heads: int, dim: int, rows: int,
-    sequences: int,
+    ops: Any, dtype: torch.dtype, is_deterministic: bool, num_heads: int, num_kv_heads: int, head_dim: int,
+    num_rows: int, num_sequences: int,
 ) -> None:  # fmt: skip
     if is_deterministic:
         ops.require_determinism()
-    q, offsets = torch.zeros(rows, heads, dim, dtype=dtype), torch.arange(sequences + 1).int()
+    q, row_offsets = (
+        torch.zeros(num_rows, num_heads, head_dim, dtype=dtype),
+        torch.arange(num_sequences + 1).int(),
+    )
     options: dict[str, Any] = {}
-    if dim == 80:
-        spans = ImageSpans(torch.zeros(rows, 2).int(), offsets, offsets[1:])
-        options = {"soft_cap": 2.0, "sinks": torch.zeros(heads), "spans": spans}
+    if head_dim == 80:
+        spans = ImageSpans(torch.zeros(num_rows, 2).int(), row_offsets, row_offsets[1:])
+        options = {"soft_cap": 2.0, "sinks": torch.zeros(num_heads), "spans": spans}
     for cache_dtype in (dtype, torch.int8, torch.float8_e4m3fn):
         kv = LayerKV(
-            torch.zeros(2, 3, kv_heads, 32, dim, dtype=cache_dtype),
-            torch.zeros(sequences, 128, dtype=torch.int32),
-            torch.zeros(rows, dtype=torch.int64),
-            16 if dim == 64 else None,
-            torch.zeros(2, 3, kv_heads, 32) if cache_dtype != dtype else None,
+            torch.zeros(2, 3, num_kv_heads, 32, head_dim, dtype=cache_dtype),
+            torch.zeros(num_sequences, 128, dtype=torch.int32),
+            torch.zeros(num_rows, dtype=torch.int64),
+            16 if head_dim == 64 else None,
+            torch.zeros(2, 3, num_kv_heads, 32) if cache_dtype != dtype else None,
         )
-        if cache_dtype == torch.float8_e4m3fn and rows == 1:
-            scales = torch.ones(2, 1, kv_heads, 1).expand(2, 3, kv_heads, 32)
+        if cache_dtype == torch.float8_e4m3fn and num_rows == 1:
+            scales = torch.ones(2, 1, num_kv_heads, 1).expand(2, 3, num_kv_heads, 32)
             kv = replace(kv, scales=scales, has_fixed_scales=True)
-        ops.attention(q, kv, offsets, offsets[1:].contiguous(), scale=0.1, **options)
-        ops.store_kv(q[:, :kv_heads], q[:, :kv_heads], kv)
-    keys_and_values = q[:, :kv_heads].contiguous()
+        ops.attention(q, kv, row_offsets, row_offsets[1:].contiguous(), scale=0.1, **options)
+        ops.store_kv(q[:, :num_kv_heads], q[:, :num_kv_heads], kv)
+    keys_and_values = q[:, :num_kv_heads].contiguous()
     ops.encoder_attention(
-        q, keys_and_values, keys_and_values, offsets, scale=0.1, window=3, bias=torch.zeros(heads, 9)
+        q, keys_and_values, keys_and_values, row_offsets, scale=0.1, window=3, bias=torch.zeros(num_heads, 9)
     )
-    ops.rotary(q, keys_and_values, torch.zeros(rows, 32), torch.zeros(rows, 32))
+    ops.rotary(q, keys_and_values, torch.zeros(num_rows, 32), torch.zeros(num_rows, 32))
 
 
 @parametrize_dtypes
@@ -140,12 +143,12 @@ def test_row_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
 def test_recurrent_kernels_compile(ops: Any, dtype: torch.dtype) -> None:
     inputs, recurrent = torch.zeros(3, 3, 1024, dtype=dtype), torch.zeros(3, 4, 128, 128)
     state = LayerState(inputs, recurrent, torch.zeros(2).long(), torch.zeros(8).long())
-    offsets, lengths = torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    row_offsets, lengths = torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     qkv = ops.short_convolution(
-        torch.zeros(5, 1024, dtype=dtype), torch.zeros(4, 1024), state, offsets, lengths
+        torch.zeros(5, 1024, dtype=dtype), torch.zeros(4, 1024), state, row_offsets, lengths
     )
     out = ops.gated_delta_rule(
-        qkv, torch.zeros(5, 8, dtype=dtype), torch.zeros(2, 4), state, offsets, lengths
+        qkv, torch.zeros(5, 8, dtype=dtype), torch.zeros(2, 4), state, row_offsets, lengths
     )
     for function in ("sigmoid", "silu"):
         ops.apply_gate(out, out, function)
@@ -178,8 +181,8 @@ def test_product_kernels_compile(ops: Any, dtype: torch.dtype, encoding: str, is
     slices = [LinearSlice("a", 0, 96)]
     packed_weight = ops.pack_linear(torch.randn(96, 256), encoding, bias=torch.zeros(96), slices=slices)
     down = ops.pack_linear(torch.randn(256, 96), encoding)
-    for rows in (1, 40, 100):
-        ops.linear(torch.zeros(rows, 256, dtype=dtype), packed_weight)
+    for num_rows in (1, 40, 100):
+        ops.linear(torch.zeros(num_rows, 256, dtype=dtype), packed_weight)
     experts = PackedExperts((packed_weight, packed_weight), (down, down))
     ids = torch.zeros(40, 2).long()
     ops.experts(torch.zeros(40, 256, dtype=dtype), experts, torch.ones(40, 2), ids, ClampedSwiGLU(1.0, 7.0))

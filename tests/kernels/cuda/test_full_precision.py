@@ -66,9 +66,9 @@ def test_each_index_add_call_has_distinct_rows(monkeypatch: pytest.MonkeyPatch) 
 
     index_add, calls = Tensor.index_add_, []
 
-    def record_rows(self: Tensor, dim: int, rows: Tensor, values: Tensor) -> Any:
+    def record_rows(self: Tensor, head_dim: int, rows: Tensor, values: Tensor) -> Any:
         calls.append(rows.tolist())
-        return index_add(self, dim, rows, values)
+        return index_add(self, head_dim, rows, values)
 
     monkeypatch.setattr(Tensor, "index_add_", record_rows)
     total, values = torch.zeros(4, 2), torch.arange(10.0).view(5, 2)

@@ -152,11 +152,11 @@ def test_graphs_of_many_shapes_stay_within_their_budget() -> None:
     with LLM("demo", devices=DEVICE, max_batch_size=64, max_length=256) as llm:
         llm.generate(PROMPTS, GREEDY)
         torch.cuda.empty_cache()
-        reserved_before, total_bytes = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+        reserved_bytes_before, total_bytes = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
         for size in (*range(1, 40), *range(1, 40)):
             llm.generate(["Once"] * size, replace(GREEDY, max_new_tokens=4))
         graphs = llm.pipeline.session.graphs
         assert graphs is not None
         assert graphs.num_graphs > 30
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() - reserved_before < 0.06 * total_bytes
+        assert torch.cuda.memory_reserved() - reserved_bytes_before < 0.06 * total_bytes

@@ -66,7 +66,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.streams: set[FakeStream] = set()
-        self.reserved = 0
+        self.reserved_bytes = 0
         self.pools: list[object] = []
         self.pool = object()
 
@@ -83,7 +83,7 @@ class FakeCuda:
         return self.pool
 
     def memory_reserved(self) -> int:
-        return self.reserved
+        return self.reserved_bytes
 
     def mem_get_info(self) -> tuple[int, int]:
         return 50 * MIB, 100 * MIB
@@ -94,7 +94,7 @@ class FakeCuda:
         assert stream in self.streams
         with RecordingMode(graph.calls):
             yield
-        self.reserved += 2 * MIB
+        self.reserved_bytes += 2 * MIB
 
 
 def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -104,8 +104,8 @@ def run_step(ops: Ops, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def make_step_inputs(*tokens: int, width: int = 3) -> dict[str, Tensor]:
-    tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
-    return {"tokens": torch.tensor(tokens), "tables": tables}
+    block_tables = torch.arange(len(tokens) * width, dtype=torch.int32).view(len(tokens), width)
+    return {"tokens": torch.tensor(tokens), "tables": block_tables}
 
 
 def run_cached(cache: GraphCache, inputs: Mapping[str, Tensor]) -> Tensor | None:
@@ -196,8 +196,8 @@ def test_new_steps_run_eagerly_when_graphs_have_used_the_budget(caplog: pytest.L
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda()))  # the limit is 5 % of 100 MiB
     with caplog.at_level(logging.WARNING):
         was_captured = [
-            run_cached(cache, make_step_inputs(*[1] * rows)) is not None
-            for rows in range(1, 7)
+            run_cached(cache, make_step_inputs(*[1] * num_rows)) is not None
+            for num_rows in range(1, 7)
             for _ in range(2)
         ]
     assert was_captured == [False, True] * 3 + [False, False] * 3
@@ -211,8 +211,8 @@ def test_all_steps_are_captured_in_one_side_stream() -> None:
     """Torch has a separate memory pool for each stream, so more streams would need more memory."""
     cuda = FakeCuda()
     cache = GraphCache(CudaGraphCompiler(ReferenceOps(), cuda=cuda, max_bytes=100 * MIB))
-    for rows in (1, 1, 2, 2, 3, 3):
-        run_cached(cache, make_step_inputs(*[1] * rows))
+    for num_rows in (1, 1, 2, 2, 3, 3):
+        run_cached(cache, make_step_inputs(*[1] * num_rows))
     assert (cache.num_graphs, len(cuda.streams)) == (3, 1)
 
 
@@ -221,10 +221,10 @@ def test_inputs_of_a_graph_count_in_the_budget_until_the_graph_is_dropped() -> N
     compiler = CudaGraphCompiler(ReferenceOps(), cuda=FakeCuda(), max_bytes=10 * MIB)
     cache = GraphCache(compiler, max_graphs=1, pads_columns=False)
 
-    def is_captured(rows: int) -> bool:  # each graph takes 2 MiB of the pool
-        inputs = {"x": torch.zeros(rows, 512, 512)}
+    def is_captured(num_rows: int) -> bool:  # each graph takes 2 MiB of the pool
+        inputs = {"x": torch.zeros(num_rows, 512, 512)}
         results = [
-            cache.run(rows, inputs, lambda ops, step_inputs: [ops.scale(step_inputs["x"], 2.0)])
+            cache.run(num_rows, inputs, lambda ops, step_inputs: [ops.scale(step_inputs["x"], 2.0)])
             for _ in range(2)
         ]
         return results[1] is not None

@@ -20,35 +20,35 @@ class FakeCuda:
     OutOfMemoryError = torch.cuda.OutOfMemoryError
 
     def __init__(self) -> None:
-        self.reserved = self.peak = 100
-        self.unused = 40  # bytes that are reserved, but not in use
+        self.reserved_bytes = self.peak = 100
+        self.unused_bytes = 40  # reserved, but not in use
 
     def synchronize(self, device: object) -> None:
         return
 
     def empty_cache(self) -> None:
-        self.reserved, self.unused = self.reserved - self.unused, 0
+        self.reserved_bytes, self.unused_bytes = self.reserved_bytes - self.unused_bytes, 0
 
     def memory_reserved(self, device: object) -> int:
-        return self.reserved
+        return self.reserved_bytes
 
     def reset_peak_memory_stats(self, device: object) -> None:
-        self.peak = self.reserved
+        self.peak = self.reserved_bytes
 
     def max_memory_reserved(self, device: object) -> int:
         return self.peak
 
     def mem_get_info(self, device: object) -> tuple[int, int]:
-        return 1000 - self.reserved, 1000
+        return 1000 - self.reserved_bytes, 1000
 
     def allocate(self, num_bytes: int) -> None:
-        if self.reserved + num_bytes > 1000:
+        if self.reserved_bytes + num_bytes > 1000:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
-        self.reserved += num_bytes
-        self.peak = max(self.peak, self.reserved)
+        self.reserved_bytes += num_bytes
+        self.peak = max(self.peak, self.reserved_bytes)
 
     def free(self, num_bytes: int) -> None:
-        self.reserved -= num_bytes
+        self.reserved_bytes -= num_bytes
 
 
 def test_free_and_peak_memory_come_from_the_counters_of_torch() -> None:

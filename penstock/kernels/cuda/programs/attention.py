@@ -2,9 +2,10 @@
 
 A tile has ROWS rows of a sequence, and for each row the GROUP query heads that share one kv head. These are
 at most M queries. A head has DIM dimensions. WIDTH is DIM rounded up to a power of two, as Triton's blocks
-require. Tiles of keys begin at multiples of KEYS from the start of the sequence, and are processed in order.
-A key that a row does not see changes neither the row's maximum nor its sums. With the same splits, the bits
-of a row therefore depend neither on the other rows of its tile nor on the chunks of a prefill.
+require. A block of the cache has BLOCK slots. Tiles of keys begin at multiples of KEYS from the start of the
+sequence, and are processed in order. A key that a row does not see changes neither the row's maximum nor its
+sums. With the same splits, the bits of a row therefore depend neither on the other rows of its tile nor on
+the chunks of a prefill.
 
 The keys may be divided into splits. `attend` computes the splits of a tile one after the other.
 `attend_split` computes each split in a separate program, and `splits.merge_splits` merges them. If splits
@@ -47,15 +48,15 @@ def _load_tile(
     """Return this program's tile, and the keys that its queries see.
 
     Returns the sequence of the tile, then for each query the row, the head, whether the query exists, the
-    vector, and the first and the end of the keys that it sees. The last two results are the range of keys
-    that contains the keys of all queries. Row offsets, lengths and spans are inputs of the step, so they are
-    read before the previous kernel has ended.
+    vector, and the begin and the end of the keys that it sees. The last two results are the begin and the end
+    of the smallest range that contains the keys of all queries. Row offsets, lengths and spans are inputs of
+    the step, so they are read before the previous kernel has ended.
     """
-    sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    sequence, first_row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
     indices = tl.arange(0, M)
-    rows = row + indices // GROUP
+    rows = first_row + indices // GROUP
     heads = tl.program_id(1) * GROUP + indices % GROUP
     is_row = (indices < ROWS * GROUP) & (rows >= start) & (rows < stop)
     positions = tl.load(lengths + sequence) - (stop - rows)
@@ -71,10 +72,10 @@ def _load_tile(
     queries = tl.load(q + offsets, mask=is_row[:, None] & (dims < DIM)[None, :], other=0.0)
     if TO_FLOAT32:
         queries = queries.to(tl.float32)
-    low = tl.min(tl.where(is_row, key_begin, 1 << 30), 0)
-    high = tl.max(tl.where(is_row, key_end, 0), 0)
+    tile_key_begin = tl.min(tl.where(is_row, key_begin, 1 << 30), 0)
+    tile_key_end = tl.max(tl.where(is_row, key_end, 0), 0)
     key_end = tl.where(is_row, key_end, 0)
-    return sequence, rows, heads, is_row, queries, key_begin, key_end, low, high
+    return sequence, rows, heads, is_row, queries, key_begin, key_end, tile_key_begin, tile_key_end
 
 
 @triton.jit
@@ -82,15 +83,15 @@ def _attend_keys(
     queries,
     key_begin,
     key_end,
-    low,
-    high,
-    begin,
-    end,
+    tile_key_begin,
+    tile_key_end,
+    key_range_begin,
+    key_range_end,
     keys,
     values,
     key_scales,
     value_scales,
-    table,
+    block_table,
     block_stride,
     slot_stride,
     scale_block_stride,
@@ -106,7 +107,7 @@ def _attend_keys(
     IS_E4M3: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Return the partial softmax of the queries over the keys begin:end.
+    """Return the partial softmax of the queries over the keys ``key_range_begin:key_range_end``.
 
     The result is the largest score, the sum of exponentials, and the weighted sum of values of each query.
     """
@@ -115,20 +116,20 @@ def _attend_keys(
     out = tl.zeros([M, WIDTH], tl.float32)
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
-    for key in range(begin, end, KEYS):
-        positions = key + tl.arange(0, KEYS)
-        is_in_range = (positions >= low) & (positions < high)
-        blocks = tl.load(table + positions // BLOCK, mask=is_in_range, other=0).to(tl.int64)
-        slots = blocks * block_stride + (positions % BLOCK) * slot_stride
+    for tile_begin in range(key_range_begin, key_range_end, KEYS):
+        positions = tile_begin + tl.arange(0, KEYS)
+        is_in_range = (positions >= tile_key_begin) & (positions < tile_key_end)
+        blocks = tl.load(block_table + positions // BLOCK, mask=is_in_range, other=0).to(tl.int64)
+        slot_offsets = blocks * block_stride + (positions % BLOCK) * slot_stride
         key_tile = tl.load(
-            keys + slots[None, :] + dims[:, None], mask=is_in_range[None, :] & is_dim[:, None], other=0
+            keys + slot_offsets[None, :] + dims[:, None], mask=is_in_range[None, :] & is_dim[:, None], other=0
         )
         if IS_E4M3:
             key_tile = e4m3_values(key_tile)
         scores = tl.dot(queries, key_tile.to(queries.dtype), input_precision="ieee") * scale
         if IS_SCALED:
-            scale_slots = blocks * scale_block_stride + (positions % BLOCK) * scale_slot_stride
-            scores = scores * tl.load(key_scales + scale_slots, mask=is_in_range, other=0.0)[None, :]
+            scale_offsets = blocks * scale_block_stride + (positions % BLOCK) * scale_slot_stride
+            scores = scores * tl.load(key_scales + scale_offsets, mask=is_in_range, other=0.0)[None, :]
         if HAS_CAP:
             scores = soft_cap * tanh(scores / soft_cap)
         is_seen = (positions[None, :] >= key_begin[:, None]) & (positions[None, :] < key_end[:, None])
@@ -139,10 +140,12 @@ def _attend_keys(
         factor = tl.exp(max_score - base)
         sum_exp = sum_exp * factor + tl.sum(weights, 1)
         if IS_SCALED:
-            columns = tl.load(value_scales + scale_slots, mask=is_in_range, other=0.0)[None, :]
-            weights = tl.where(is_seen, weights * columns, 0.0)
+            loaded_value_scales = tl.load(value_scales + scale_offsets, mask=is_in_range, other=0.0)[None, :]
+            weights = tl.where(is_seen, weights * loaded_value_scales, 0.0)
         value_tile = tl.load(
-            values + slots[:, None] + dims[None, :], mask=is_in_range[:, None] & is_dim[None, :], other=0
+            values + slot_offsets[:, None] + dims[None, :],
+            mask=is_in_range[:, None] & is_dim[None, :],
+            other=0,
         )
         if IS_E4M3:
             value_tile = e4m3_values(value_tile)
@@ -160,7 +163,7 @@ def attend(
     values,
     key_scales,
     value_scales,
-    tables,
+    block_tables,
     row_offsets,
     lengths,
     spans,
@@ -179,7 +182,7 @@ def attend(
     scale_block_stride,
     scale_head_stride,
     scale_slot_stride,
-    table_stride,
+    block_table_stride,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     M: tl.constexpr,
@@ -200,7 +203,7 @@ def attend(
 ):
     """Compute the attention of one tile. Grid: tiles, kv heads. With a SPLIT of 0 all keys are one split."""
     launch_next(PDL)
-    sequence, rows, heads, is_row, queries, key_begin, key_end, low, high = _load_tile(
+    sequence, rows, heads, is_row, queries, key_begin, key_end, tile_key_begin, tile_key_end = _load_tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, TO_FLOAT32, PDL,
     )  # fmt: skip
@@ -208,23 +211,23 @@ def attend(
     values += tl.program_id(1) * head_stride
     key_scales += tl.program_id(1) * scale_head_stride
     value_scales += tl.program_id(1) * scale_head_stride
-    table = tables + sequence.to(tl.int64) * table_stride
-    begin = low // KEYS * KEYS
+    block_table = block_tables + sequence.to(tl.int64) * block_table_stride
+    key_range_begin = tile_key_begin // KEYS * KEYS
     if SPLIT == 0:
         max_score, sum_exp, sums = _attend_keys(
-            queries, key_begin, key_end, low, high, begin, high, keys, values, key_scales, value_scales,
-            table, block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
-            M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
+            queries, key_begin, key_end, tile_key_begin, tile_key_end, key_range_begin, tile_key_end, keys,
+            values, key_scales, value_scales, block_table, block_stride, slot_stride, scale_block_stride,
+            scale_slot_stride, scale, soft_cap, M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip
     else:
         max_score = tl.full([M], float("-inf"), tl.float32)
         sum_exp = tl.zeros([M], tl.float32)
         sums = tl.zeros([M, WIDTH], tl.float32)
-        for split in range(low // SPLIT, (high + SPLIT - 1) // SPLIT):
+        for split in range(tile_key_begin // SPLIT, (tile_key_end + SPLIT - 1) // SPLIT):
             other_max, other_sum_exp, other_sums = _attend_keys(
-                queries, key_begin, key_end, low, high,
-                tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, high),
-                keys, values, key_scales, value_scales, table,
+                queries, key_begin, key_end, tile_key_begin, tile_key_end,
+                tl.maximum(split * SPLIT, key_range_begin), tl.minimum(split * SPLIT + SPLIT, tile_key_end),
+                keys, values, key_scales, value_scales, block_table,
                 block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
                 M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
             )  # fmt: skip
@@ -248,7 +251,7 @@ def attend_split(
     values,
     key_scales,
     value_scales,
-    tables,
+    block_tables,
     row_offsets,
     lengths,
     spans,
@@ -266,7 +269,7 @@ def attend_split(
     scale_block_stride,
     scale_head_stride,
     scale_slot_stride,
-    table_stride,
+    block_table_stride,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     M: tl.constexpr,
@@ -290,23 +293,23 @@ def attend_split(
     Splits whose keys no row of the tile sees are not written.
     """
     launch_next(PDL)
-    sequence, rows, heads, is_row, queries, key_begin, key_end, low, high = _load_tile(
+    sequence, rows, heads, is_row, queries, key_begin, key_end, tile_key_begin, tile_key_end = _load_tile(
         q, row_offsets, lengths, spans, num_sequences, window, q_row_stride, q_head_stride,
         ROWS, GROUP, M, DIM, WIDTH, HAS_WINDOW, IS_CHUNKED, HAS_SPANS, TO_FLOAT32, PDL,
     )  # fmt: skip
     split = tl.program_id(2)
-    base, size = split_range(
+    first_split_key, keys_per_split = split_range(
         sequence, row_offsets, lengths, window, tl.num_programs(2), KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
-    begin = tl.maximum(base + split * size, low // KEYS * KEYS)
-    end = tl.minimum(base + (split + 1) * size, high)
-    if begin < end:
+    key_range_begin = tl.maximum(first_split_key + split * keys_per_split, tile_key_begin // KEYS * KEYS)
+    key_range_end = tl.minimum(first_split_key + (split + 1) * keys_per_split, tile_key_end)
+    if key_range_begin < key_range_end:
         max_score, sum_exp, sums = _attend_keys(
-            queries, key_begin, key_end, low, high, begin, end,
+            queries, key_begin, key_end, tile_key_begin, tile_key_end, key_range_begin, key_range_end,
             keys + tl.program_id(1) * head_stride, values + tl.program_id(1) * head_stride,
             key_scales + tl.program_id(1) * scale_head_stride,
             value_scales + tl.program_id(1) * scale_head_stride,
-            tables + sequence.to(tl.int64) * table_stride,
+            block_tables + sequence.to(tl.int64) * block_table_stride,
             block_stride, slot_stride, scale_block_stride, scale_slot_stride, scale, soft_cap,
             M, KEYS, DIM, WIDTH, BLOCK, IS_SCALED, IS_E4M3, HAS_CAP,
         )  # fmt: skip

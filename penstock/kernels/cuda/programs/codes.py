@@ -41,7 +41,7 @@ class Format(NamedTuple):
 class Tensors(NamedTuple):
     """Pointers to the table of numbers, and to the scales, minima and factors of a weight."""
 
-    table: Any
+    number_table: Any
     scales: Any
     factors: Any
     minima: Any
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def decode_numbers(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
+def decode_numbers(codes, number_table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
     """Return the number of each code in float32."""
     if NUMBERS == "e4m3":
         return e4m3_values(codes)
@@ -68,7 +68,7 @@ def decode_numbers(codes, table, NUMBERS: tl.constexpr, OFFSET: tl.constexpr):
         halves = ((wide & 8) << 12) | ((wide & 7) << 9)
         return halves.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     elif NUMBERS == "table":
-        return tl.load(table + codes.to(tl.int32))
+        return tl.load(number_table + codes.to(tl.int32))
     else:
         return codes.to(tl.float32) - OFFSET
 
@@ -120,7 +120,7 @@ def _decode_weights(
     first input of each subgroup. ``outputs [1, N]`` are the outputs of the weights. The weights of
     inputs from ``in_features`` on are finite, so that their products with the zeros in `_add_product` are 0.
     """
-    numbers = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET)
+    numbers = decode_numbers(codes, tensors.number_table, FORMAT.NUMBERS, FORMAT.OFFSET)
     numbers = tl.reshape(numbers, [BYTES // SUBGROUP, SUBGROUP, N])
     groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[:, None]
     mask = is_output & (first_inputs < sizes.in_features)[:, None]
@@ -145,10 +145,10 @@ def _decode_weights(
 
 @triton.jit
 def _add_product(
-    total, x, x_row_stride, sources, is_row, inputs, in_features, weights, TO_FLOAT32: tl.constexpr
+    total, x, x_row_stride, x_rows, is_row, inputs, in_features, weights, TO_FLOAT32: tl.constexpr
 ):
     """Return ``total [M, N]`` plus the product of ``weights`` with the given inputs of the rows of ``x``."""
-    offsets = sources[:, None] * x_row_stride + inputs[None, :]
+    offsets = x_rows[:, None] * x_row_stride + inputs[None, :]
     values = tl.load(x + offsets, mask=is_row[:, None] & (inputs < in_features)[None, :], other=0.0)
     if TO_FLOAT32:
         values = values.to(tl.float32)
@@ -160,28 +160,28 @@ def multiply_codes(
     out,
     x,
     weight,
-    weights,
+    weight_addresses,
     scales,
-    scale_table,
+    scale_addresses,
     factors,
-    factor_table,
+    factor_addresses,
     minima,
-    minimum_table,
+    minimum_addresses,
     min_factors,
-    min_factor_table,
+    min_factor_addresses,
     row_scales,
-    row_scale_table,
+    row_scale_addresses,
     bias,
-    biases,
-    table,
+    bias_addresses,
+    number_table,
     rows,
-    starts,
+    group_starts,
     num_rows,
-    num_weights,
+    num_groups,
     out_features,
     in_features,
     x_row_stride,
-    weight_bytes,
+    weight_row_bytes,
     num_scales,
     num_factors,
     num_minima,
@@ -206,23 +206,23 @@ def multiply_codes(
     """Compute one tile of a product of rows. The grid is the same as in `products.multiply_floats`.
 
     GROUPS includes POINTERS and GATHERS of that program: each group of rows has separate tensors, at the
-    addresses in ``weights`` and the other tables, and position p reads the row ``rows[p]`` of ``x``.
+    addresses in the arguments ``..._addresses``, and position p reads the row ``rows[p]`` of ``x``.
     Weights are rounded to the type of ``x``, or are float32 with TO_FLOAT32. With SPLITS above 1, a third
     dimension of the grid divides the inputs into splits. ``out [SPLITS, T, out]`` then has the float32 sum of
     each split, without row scales and bias. `add_splits` adds these sums.
     """
-    group, positions, is_row = find_tile_rows(starts, num_rows, num_weights, M, GROUPS)
-    weight = group_tensor(weight, weights, group, 0, False, GROUPS)
-    scales = group_tensor(scales, scale_table, group, 0, False, GROUPS)
+    group, positions, is_row = find_tile_rows(group_starts, num_rows, num_groups, M, GROUPS)
+    weight = group_tensor(weight, weight_addresses, group, 0, False, GROUPS)
+    scales = group_tensor(scales, scale_addresses, group, 0, False, GROUPS)
     if SCALES_PER_FACTOR > 0:
-        factors = group_tensor(factors, factor_table, group, 0, False, GROUPS)
+        factors = group_tensor(factors, factor_addresses, group, 0, False, GROUPS)
     if MINIMA != "":
-        minima = group_tensor(minima, minimum_table, group, 0, False, GROUPS)
+        minima = group_tensor(minima, minimum_addresses, group, 0, False, GROUPS)
     if MINIMA_PER_FACTOR > 0:
-        min_factors = group_tensor(min_factors, min_factor_table, group, 0, False, GROUPS)
-    sources = positions.to(tl.int64)
+        min_factors = group_tensor(min_factors, min_factor_addresses, group, 0, False, GROUPS)
+    x_rows = positions.to(tl.int64)
     if GROUPS:
-        sources = tl.load(rows + positions, mask=is_row, other=0)
+        x_rows = tl.load(rows + positions, mask=is_row, other=0)
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     is_output = outputs < out_features
     output_rows = outputs.to(tl.int64)[None, :]
@@ -231,19 +231,19 @@ def multiply_codes(
     FORMAT: tl.constexpr = Format(
         NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
     )
-    tensors = Tensors(table, scales, factors, minima, min_factors)
+    tensors = Tensors(number_table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_scales, num_factors, num_minima, num_min_factors)
     subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
     begin_byte = tl.program_id(2) * 0
-    end_byte = begin_byte + weight_bytes
+    end_byte = begin_byte + weight_row_bytes
     if SPLITS > 1:
-        split_bytes = (weight_bytes + SPLITS * BYTES - 1) // (SPLITS * BYTES) * BYTES
+        split_bytes = (weight_row_bytes + SPLITS * BYTES - 1) // (SPLITS * BYTES) * BYTES
         begin_byte = tl.program_id(2) * split_bytes
-        end_byte = tl.minimum(begin_byte + split_bytes, weight_bytes)
+        end_byte = tl.minimum(begin_byte + split_bytes, weight_row_bytes)
     for begin in range(begin_byte, end_byte, BYTES):
         columns = begin + tl.arange(0, BYTES)
-        mask = is_output[None, :] & (columns < weight_bytes)[:, None]
-        codes = tl.load(weight + output_rows * weight_bytes + columns[:, None], mask=mask, other=0)
+        mask = is_output[None, :] & (columns < weight_row_bytes)[:, None]
+        codes = tl.load(weight + output_rows * weight_row_bytes + columns[:, None], mask=mask, other=0)
         if IS_NIBBLES:
             inputs = columns // 32 * 64 + columns % 32
             first_inputs = (begin + subgroup_starts) // 32 * 64 + subgroup_starts % 32
@@ -251,16 +251,14 @@ def multiply_codes(
                 codes & 15, first_inputs, tensors, output_rows, is_output[None, :], sizes, N, BYTES, SUBGROUP,
                 FORMAT,
             )  # fmt: skip
-            total = _add_product(
-                total, x, x_row_stride, sources, is_row, inputs, in_features, low, TO_FLOAT32
-            )
+            total = _add_product(total, x, x_row_stride, x_rows, is_row, inputs, in_features, low, TO_FLOAT32)
             inputs += 32
             high = _decode_weights(
                 codes >> 4, first_inputs + 32, tensors, output_rows, is_output[None, :], sizes, N, BYTES,
                 SUBGROUP, FORMAT,
             )  # fmt: skip
             total = _add_product(
-                total, x, x_row_stride, sources, is_row, inputs, in_features, high, TO_FLOAT32
+                total, x, x_row_stride, x_rows, is_row, inputs, in_features, high, TO_FLOAT32
             )
         else:
             whole = _decode_weights(
@@ -268,16 +266,16 @@ def multiply_codes(
                 SUBGROUP, FORMAT,
             )  # fmt: skip
             total = _add_product(
-                total, x, x_row_stride, sources, is_row, columns, in_features, whole, TO_FLOAT32
+                total, x, x_row_stride, x_rows, is_row, columns, in_features, whole, TO_FLOAT32
             )
     if SPLITS > 1:
         out += tl.program_id(2).to(tl.int64) * num_rows * out_features
     else:
         if HAS_ROW_SCALES:
-            pointer = group_tensor(row_scales, row_scale_table, group, 0, False, GROUPS)
+            pointer = group_tensor(row_scales, row_scale_addresses, group, 0, False, GROUPS)
             total = total * tl.load(pointer + outputs, mask=is_output, other=0.0)[None, :]
         if HAS_BIAS:
-            pointer = group_tensor(bias, biases, group, 0, False, GROUPS)
+            pointer = group_tensor(bias, bias_addresses, group, 0, False, GROUPS)
             total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -286,7 +284,7 @@ def multiply_codes(
 @triton.jit
 def add_splits(
     out,
-    sums,
+    split_sums,
     row_scales,
     bias,
     num_rows,
@@ -308,7 +306,7 @@ def add_splits(
     total = tl.zeros([WIDTH], tl.float32)
     for split in tl.static_range(SPLITS):
         offsets = (row + split * num_rows) * out_features + outputs
-        total += tl.load(sums + offsets, mask=is_output, other=0.0)
+        total += tl.load(split_sums + offsets, mask=is_output, other=0.0)
     if HAS_ROW_SCALES:
         total = total * tl.load(row_scales + outputs, mask=is_output, other=0.0)
     if HAS_BIAS:
@@ -320,7 +318,7 @@ def add_splits(
 def decode_weight(
     out,
     weight,
-    table,
+    number_table,
     scales,
     factors,
     minima,
@@ -328,7 +326,7 @@ def decode_weight(
     row_scales,
     out_features,
     in_features,
-    weight_bytes,
+    weight_row_bytes,
     num_scales,
     num_factors,
     num_minima,
@@ -353,17 +351,17 @@ def decode_weight(
     is_output = (outputs < out_features)[None, :]
     begin = tl.program_id(1) * 32
     columns = begin + tl.arange(0, 32)
-    mask = is_output & (columns < weight_bytes)[:, None]
-    stored = tl.load(weight + output_rows * weight_bytes + columns[:, None], mask=mask, other=0)
-    factor = 1.0
+    mask = is_output & (columns < weight_row_bytes)[:, None]
+    stored = tl.load(weight + output_rows * weight_row_bytes + columns[:, None], mask=mask, other=0)
+    output_scales = 1.0
     if HAS_ROW_SCALES:
-        factor = tl.load(row_scales + output_rows, mask=is_output, other=0.0)
+        output_scales = tl.load(row_scales + output_rows, mask=is_output, other=0.0)
     HALVES: tl.constexpr = 2 if IS_NIBBLES else 1
     SUBGROUP: tl.constexpr = 16 if INPUTS_PER_SCALE == 16 else 32
     FORMAT: tl.constexpr = Format(
         NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
     )
-    tensors = Tensors(table, scales, factors, minima, min_factors)
+    tensors = Tensors(number_table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_scales, num_factors, num_minima, num_min_factors)
     for half in tl.static_range(HALVES):
         first = begin * HALVES + half * 32
@@ -375,7 +373,7 @@ def decode_weight(
         weights = _decode_weights(
             codes, first_inputs, tensors, output_rows, is_output, sizes, N, 32, SUBGROUP, FORMAT
         )
-        weights = weights * factor
+        weights = weights * output_scales
         mask = is_output & (inputs < in_features)[:, None]
         tl.store(
             out + output_rows * in_features + inputs[:, None], weights.to(out.dtype.element_ty), mask=mask

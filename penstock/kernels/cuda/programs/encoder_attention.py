@@ -1,6 +1,7 @@
 """Attention within the sequences of a ragged batch, without a KV cache.
 
-A program computes ROWS rows of one query head with an online softmax over tiles of KEYS keys.
+A program computes ROWS rows of one query head with an online softmax over tiles of KEYS keys. GROUP query
+heads share one kv head. A head has DIM dimensions. WIDTH is DIM rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -41,34 +42,38 @@ def attend_ragged(
     IS_CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Compute one tile: ROWS rows of a sequence for one query head. Grid: tiles, query heads."""
-    sequence, row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
+    """Compute one tile: at most ROWS rows of a sequence for one query head. Grid: tiles, query heads.
+
+    The bias of a key depends on its distance d from the query, and is in column ``bias_centre + d`` of
+    ``bias``.
+    """
+    sequence, first_row = find_tile_group(row_offsets, tl.program_id(0), num_sequences, ROWS)
     head = tl.program_id(1)
     start = tl.load(row_offsets + sequence)
     stop = tl.load(row_offsets + sequence + 1)
-    rows = row + tl.arange(0, ROWS)
+    rows = first_row + tl.arange(0, ROWS)
     is_row = (rows >= start) & (rows < stop)
     positions = rows - start
     dims = tl.arange(0, WIDTH)
     is_dim = dims < DIM
     offsets = rows.to(tl.int64)[:, None] * q_row_stride + head * q_head_stride + dims[None, :]
     queries = tl.load(q + offsets, mask=is_row[:, None] & is_dim[None, :], other=0.0)
-    low = row - start
-    high = tl.minimum(row - start + ROWS, stop - start)
-    begin = low * 0
-    end = stop - start
+    first_position = first_row - start
+    position_end = tl.minimum(first_row - start + ROWS, stop - start)
+    key_begin = first_position * 0
+    key_end = stop - start
     if HAS_WINDOW:
-        begin = tl.maximum(low - window, 0) // KEYS * KEYS
-        end = tl.minimum(end, high + window)
+        key_begin = tl.maximum(first_position - window, 0) // KEYS * KEYS
+        key_end = tl.minimum(key_end, position_end + window)
     if IS_CAUSAL:
-        end = tl.minimum(end, high)
+        key_end = tl.minimum(key_end, position_end)
     max_score = tl.full([ROWS], float("-inf"), tl.float32)
     sum_exp = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     keys += (head // GROUP) * key_head_stride
     values += (head // GROUP) * value_head_stride
-    for key in range(begin, end, KEYS):
-        key_positions = key + tl.arange(0, KEYS)
+    for tile_begin in range(key_begin, key_end, KEYS):
+        key_positions = tile_begin + tl.arange(0, KEYS)
         is_key = key_positions < stop - start
         key_rows = (start + key_positions).to(tl.int64)
         key_tile = tl.load(

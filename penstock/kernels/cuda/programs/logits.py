@@ -25,27 +25,27 @@ NUM_FIELDS = tl.constexpr(20)
 
 
 @triton.jit
-def load_logits(logits, start, vocabulary, CHUNK: tl.constexpr):
+def load_logits(logits, start, vocabulary_size, CHUNK: tl.constexpr):
     """Return the logits of a chunk of tokens as float32, -inf beyond the vocabulary."""
     tokens = start + tl.arange(0, CHUNK)
-    return tl.load(logits + tokens, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32)
+    return tl.load(logits + tokens, mask=tokens < vocabulary_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def apply_bitmask(scores, bitmask, start, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
+def apply_bitmask(scores, bitmask, start, vocabulary_size, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
     """Return the logits of a chunk with -inf for the tokens that the bitmask forbids."""
     if HAS_MASK:
         tokens = start + tl.arange(0, CHUNK)
-        words = tl.load(bitmask + tokens // 32, mask=tokens < vocabulary, other=0)
+        words = tl.load(bitmask + tokens // 32, mask=tokens < vocabulary_size, other=0)
         scores = tl.where((words >> (tokens % 32)) & 1 != 0, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def load_allowed_logits(logits, bitmask, start, vocabulary, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
+def load_allowed_logits(logits, bitmask, start, vocabulary_size, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr):
     """Return the logits of a chunk of a valid row, -inf for forbidden tokens and beyond the vocabulary."""
-    scores = load_logits(logits, start, vocabulary, CHUNK)
-    return apply_bitmask(scores, bitmask, start, vocabulary, CHUNK, HAS_MASK)
+    scores = load_logits(logits, start, vocabulary_size, CHUNK)
+    return apply_bitmask(scores, bitmask, start, vocabulary_size, CHUNK, HAS_MASK)
 
 
 @triton.jit
@@ -73,12 +73,12 @@ def exp_weights(scores, max_logit, temperature):
 
 
 @triton.jit
-def field_pointer(fields, row, chunks, FIELD: tl.constexpr):
+def field_pointer(fields, row, num_chunks, FIELD: tl.constexpr):
     """Return a pointer to a field of a row with a float32 for each chunk."""
-    return fields + (row * NUM_FIELDS + FIELD) * chunks
+    return fields + (row * NUM_FIELDS + FIELD) * num_chunks
 
 
 @triton.jit
-def integer_field_pointer(fields, row, chunks, FIELD: tl.constexpr):
+def integer_field_pointer(fields, row, num_chunks, FIELD: tl.constexpr):
     """Return a pointer to a field of a row with an int32 for each chunk."""
-    return field_pointer(fields, row, chunks, FIELD).to(tl.pointer_type(tl.int32), bitcast=True)
+    return field_pointer(fields, row, num_chunks, FIELD).to(tl.pointer_type(tl.int32), bitcast=True)

@@ -41,7 +41,7 @@ def take_rows(
 
 @triton.jit
 def take_row_pairs(
-    outs, x, y, indices, num_rows, x_stride, y_stride, num_indices, width, WIDTH: tl.constexpr
+    outs, x, y, indices, num_rows, x_row_stride, y_row_stride, num_indices, width, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Copy one row of ``x`` to ``outs[0]`` or of ``y`` to ``outs[1]``. ``x`` and ``y`` contain floats.
 
@@ -52,10 +52,10 @@ def take_row_pairs(
     is_column = columns < width
     index = _load_index(indices, row, columns)
     if tl.program_id(2) == 0:
-        values = _row_or_fill(x, index, num_rows, x_stride, columns, is_column, True)
+        values = _row_or_fill(x, index, num_rows, x_row_stride, columns, is_column, True)
         tl.store(outs + row * width + columns, values, mask=is_column)
     else:
-        values = _row_or_fill(y, index, num_rows, y_stride, columns, is_column, True)
+        values = _row_or_fill(y, index, num_rows, y_row_stride, columns, is_column, True)
         tl.store(outs + (num_indices + row) * width + columns, values, mask=is_column)
 
 

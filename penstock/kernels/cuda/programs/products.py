@@ -1,10 +1,10 @@
 """Matrix products with floats, and with integers that have one scale per output; the sum over experts.
 
 A product multiplies all rows by one weight, or, with GROUPS, each group of rows by a separate weight. The
-rows are sorted by group: the rows of group g are at the positions ``starts[g]:starts[g + 1]`` of this order.
-With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row ``rows[p]``
-of ``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at the addresses
-``weights[g]``.
+rows are sorted by group: the rows of group g are at the positions ``group_starts[g]:group_starts[g + 1]`` of
+this order. With GATHERS, position p reads the row ``rows[p]`` of ``x``. With SCATTERS, it writes the row
+``rows[p]`` of ``out``. The weights of consecutive groups are ``group_stride`` apart, or, with POINTERS, at
+the addresses ``weight_addresses[g]``. A tile has M rows and N outputs.
 
 The inputs of a row are summed in tiles of fixed size and in fixed order, independent of the other rows.
 """
@@ -19,13 +19,13 @@ from penstock.kernels.cuda.programs.tiles import find_tile_group
 
 
 @triton.jit
-def find_tile_rows(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
+def find_tile_rows(group_starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.constexpr):
     """Return the group of this program's tile, the positions of the tile, and which positions have a row."""
     if GROUPS:
-        group, row = find_tile_group(starts, tl.program_id(0), num_groups, M)
+        group, row = find_tile_group(group_starts, tl.program_id(0), num_groups, M)
         positions = row + tl.arange(0, M)
-        begin = tl.load(starts + group)
-        end = tl.load(starts + group + 1)
+        begin = tl.load(group_starts + group)
+        end = tl.load(group_starts + group + 1)
         return group, positions, (positions >= begin) & (positions < end)
     else:
         positions = tl.program_id(0) * M + tl.arange(0, M)
@@ -33,14 +33,14 @@ def find_tile_rows(starts, num_rows, num_groups, M: tl.constexpr, GROUPS: tl.con
 
 
 @triton.jit
-def group_tensor(weight, weights, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
+def group_tensor(pointer, addresses, group, group_stride, GROUPS: tl.constexpr, POINTERS: tl.constexpr):
     """Return a pointer to the tensor of a group; without GROUPS and POINTERS, to the only tensor."""
     if POINTERS:
-        return tl.load(weights + group).to(weight.dtype)
+        return tl.load(addresses + group).to(pointer.dtype)
     elif GROUPS:
-        return weight + group.to(tl.int64) * group_stride
+        return pointer + group.to(tl.int64) * group_stride
     else:
-        return weight
+        return pointer
 
 
 @triton.jit
@@ -48,11 +48,11 @@ def multiply_floats(
     out,
     x,
     weight,
-    weights,
+    weight_addresses,
     bias,
-    biases,
+    bias_addresses,
     rows,
-    starts,
+    group_starts,
     limits,
     num_rows,
     num_groups,
@@ -81,14 +81,14 @@ def multiply_floats(
     added to ``out``. With TO_FLOAT32, ``x`` and the weight are converted to float32 before the
     multiplication. Otherwise the weight is converted to the type of ``x``.
     """
-    group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
-    weight = group_tensor(weight, weights, group, group_stride, GROUPS, POINTERS)
-    sources = positions.to(tl.int64)
-    targets = positions.to(tl.int64)
+    group, positions, is_row = find_tile_rows(group_starts, num_rows, num_groups, M, GROUPS)
+    weight = group_tensor(weight, weight_addresses, group, group_stride, GROUPS, POINTERS)
+    x_rows = positions.to(tl.int64)
+    out_rows = positions.to(tl.int64)
     if GATHERS or SCATTERS:
-        row_numbers = tl.load(rows + positions, mask=is_row, other=0)
-        sources = row_numbers if GATHERS else sources
-        targets = row_numbers if SCATTERS else targets
+        group_rows = tl.load(rows + positions, mask=is_row, other=0)
+        x_rows = group_rows if GATHERS else x_rows
+        out_rows = group_rows if SCATTERS else out_rows
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     num_outputs = out_features
     num_inputs = in_features
@@ -102,7 +102,7 @@ def multiply_floats(
         inputs = start + tl.arange(0, INPUTS)
         is_input = inputs < num_inputs
         values = tl.load(
-            x + sources[:, None] * x_row_stride + inputs[None, :],
+            x + x_rows[:, None] * x_row_stride + inputs[None, :],
             mask=is_row[:, None] & is_input[None, :],
             other=0.0,
         )
@@ -113,11 +113,11 @@ def multiply_floats(
         if TO_FLOAT32:
             values = values.to(tl.float32)
         total += tl.dot(values, numbers.to(values.dtype), input_precision="ieee")
-    offsets = targets[:, None] * out_row_stride + outputs[None, :]
+    offsets = out_rows[:, None] * out_row_stride + outputs[None, :]
     mask = is_row[:, None] & (outputs < out_features)[None, :]
     dtype = out.dtype.element_ty
     if HAS_BIAS:
-        pointer = group_tensor(bias, biases, group, 0, False, POINTERS)
+        pointer = group_tensor(bias, bias_addresses, group, 0, False, POINTERS)
         total += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     if ADDS:
         total += tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -145,16 +145,16 @@ def multiply_row(
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     inputs = tl.arange(0, INPUTS)
-    rows = weight + outputs.to(tl.int64)[:, None] * in_features
+    weight_rows = weight + outputs.to(tl.int64)[:, None] * in_features
     mask = is_output[:, None] & (inputs < in_features)[None, :]
-    numbers = tl.load(rows + inputs[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    numbers = tl.load(weight_rows + inputs[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_previous(PDL)
     values = tl.load(x + inputs, mask=inputs < in_features, other=0.0).to(tl.float32)
     total = tl.sum(numbers.to(tl.float32) * values[None, :], 1)
     for begin in range(INPUTS, in_features, INPUTS):
         columns = begin + inputs
         mask = is_output[:, None] & (columns < in_features)[None, :]
-        numbers = tl.load(rows + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        numbers = tl.load(weight_rows + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         values = tl.load(x + columns, mask=columns < in_features, other=0.0).to(tl.float32)
         total += tl.sum(numbers.to(tl.float32) * values[None, :], 1)
     if HAS_BIAS:
@@ -166,7 +166,7 @@ def multiply_row(
 def multiply_integer_row(
     out,
     x,
-    x_scale,
+    x_scales,
     has_wide_integers,
     weight,
     scales,
@@ -187,27 +187,29 @@ def multiply_integer_row(
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     inputs = tl.arange(0, INPUTS)
-    rows = weight + outputs.to(tl.int64)[:, None] * in_features
+    weight_rows = weight + outputs.to(tl.int64)[:, None] * in_features
     mask = is_output[:, None] & (inputs < in_features)[None, :]
-    numbers = tl.load(rows + inputs[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    numbers = tl.load(weight_rows + inputs[None, :], mask=mask, other=0, eviction_policy="evict_first")
     factors = tl.load(scales + outputs, mask=is_output, other=0.0)
     wait_for_previous(PDL)
-    tile_has_wide = tl.load(has_wide_integers) > 0
+    has_wide = tl.load(has_wide_integers) > 0
     total = tl.zeros([N], tl.int32)
-    high = tl.zeros([N], tl.int32)
+    high_total = tl.zeros([N], tl.int32)
     for begin in range(0, in_features, INPUTS):
         columns = begin + inputs
         is_input = columns < in_features
         if begin > 0:
             mask = is_output[:, None] & is_input[None, :]
-            numbers = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
+            numbers = tl.load(
+                weight_rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first"
+            )
         values = tl.load(x + columns, mask=is_input, other=0).to(tl.int32)
         total += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
-        if tile_has_wide:
+        if has_wide:
             values = tl.load(x + in_features + columns, mask=is_input, other=0).to(tl.int32)
-            high += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
-    exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
-    result = exact.to(tl.float32) * (tl.load(x_scale) * factors)
+            high_total += tl.sum(numbers.to(tl.int32) * values[None, :], 1)
+    exact = total.to(tl.float64) + 16.0 * high_total.to(tl.float64)
+    result = exact.to(tl.float32) * (tl.load(x_scales) * factors)
     if HAS_BIAS:
         result += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)
     tl.store(out + outputs, result.to(out.dtype.element_ty), mask=is_output)
@@ -220,13 +222,13 @@ def multiply_integer_rows(
     x_scales,
     has_wide_integers,
     weight,
-    weights,
+    weight_addresses,
     scales,
-    scale_table,
+    scale_addresses,
     bias,
-    biases,
+    bias_addresses,
     rows,
-    starts,
+    group_starts,
     num_rows,
     num_groups,
     num_x_rows,
@@ -244,53 +246,53 @@ def multiply_integer_rows(
     Grid: tiles of rows, tiles of outputs. ``x [2, num_x_rows, in]`` has the bytes that `quantize_rows`
     writes. The sums of integers are exact.
     """
-    group, positions, is_row = find_tile_rows(starts, num_rows, num_groups, M, GROUPS)
-    weight = group_tensor(weight, weights, group, 0, False, GROUPS)
-    sources = positions.to(tl.int64)
+    group, positions, is_row = find_tile_rows(group_starts, num_rows, num_groups, M, GROUPS)
+    weight = group_tensor(weight, weight_addresses, group, 0, False, GROUPS)
+    x_rows = positions.to(tl.int64)
     if GATHERS:
-        sources = tl.load(rows + positions, mask=is_row, other=0)
+        x_rows = tl.load(rows + positions, mask=is_row, other=0)
     outputs = tl.program_id(1) * N + tl.arange(0, N)
     is_output = outputs < out_features
-    tile_has_wide = tl.max(tl.load(has_wide_integers + sources, mask=is_row, other=0), 0) > 0
+    tile_has_wide = tl.max(tl.load(has_wide_integers + x_rows, mask=is_row, other=0), 0) > 0
     total = tl.zeros([M, N], tl.int32)
-    high = tl.zeros([M, N], tl.int32)
+    high_total = tl.zeros([M, N], tl.int32)
     for start in range(0, in_features, INPUTS):
         inputs = start + tl.arange(0, INPUTS)
         is_input = inputs < in_features
         weight_offsets = outputs.to(tl.int64)[None, :] * in_features + inputs[:, None]
         numbers = tl.load(weight + weight_offsets, mask=is_output[None, :] & is_input[:, None], other=0)
-        x_offsets = sources[:, None] * in_features + inputs[None, :]
+        x_offsets = x_rows[:, None] * in_features + inputs[None, :]
         mask = is_row[:, None] & is_input[None, :]
         total += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
         if tile_has_wide:
-            x_offsets += (sources[:, None] * 0 + num_x_rows) * in_features
-            high += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
+            x_offsets += (x_rows[:, None] * 0 + num_x_rows) * in_features
+            high_total += tl.dot(tl.load(x + x_offsets, mask=mask, other=0), numbers, out_dtype=tl.int32)
     # The two sums are added in float64, so that the result is rounded once.
-    exact = total.to(tl.float64) + 16.0 * high.to(tl.float64)
-    scale = group_tensor(scales, scale_table, group, 0, False, GROUPS)
-    factors = tl.load(x_scales + sources, mask=is_row, other=0.0)[:, None]
+    exact = total.to(tl.float64) + 16.0 * high_total.to(tl.float64)
+    scale = group_tensor(scales, scale_addresses, group, 0, False, GROUPS)
+    factors = tl.load(x_scales + x_rows, mask=is_row, other=0.0)[:, None]
     factors = factors * tl.load(scale + outputs, mask=is_output, other=0.0)[None, :]
     result = exact.to(tl.float32) * factors
     if HAS_BIAS:
-        pointer = group_tensor(bias, biases, group, 0, False, GROUPS)
+        pointer = group_tensor(bias, bias_addresses, group, 0, False, GROUPS)
         result += tl.load(pointer + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     offsets = positions.to(tl.int64)[:, None] * out_features + outputs[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit
-def combine_experts(out, y, topk_weights, rows, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
+def combine_experts(out, y, topk_weights, y_rows, width, TOP: tl.constexpr, WIDTH: tl.constexpr):
     """Add the weighted outputs of a row's experts. Grid: rows, tiles of WIDTH columns.
 
-    ``rows [T, TOP]`` has the rows of ``y`` to add for each row of ``out``, in the order of the expert ids.
+    ``y_rows [T, TOP]`` has the rows of ``y`` to add for each row of ``out``, in the order of the expert ids.
     ``topk_weights [T, TOP]`` has the weights of these rows of ``y``.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_column = columns < width
     total = tl.zeros([WIDTH], tl.float32)
-    for index in range(TOP):
-        source = tl.load(rows + row * TOP + index)
-        values = tl.load(y + source * width + columns, mask=is_column, other=0.0).to(tl.float32)
-        total += values * tl.load(topk_weights + row * TOP + index)
+    for choice in range(TOP):
+        y_row = tl.load(y_rows + row * TOP + choice)
+        values = tl.load(y + y_row * width + columns, mask=is_column, other=0.0).to(tl.float32)
+        total += values * tl.load(topk_weights + row * TOP + choice)
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=is_column)

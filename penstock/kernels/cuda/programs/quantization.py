@@ -13,9 +13,9 @@ from penstock.kernels.cuda.programs.tiles import round_half_even
 def _try_larger_target(values, largest, target, fits, max_extras, MULTIPLE: tl.constexpr):
     """Try 127 * MULTIPLE as the target: the number to which the largest magnitude of a row is scaled.
 
-    With a target above 127, some integers exceed a byte. An integer between ``127 * k + 1`` and ``127 * (k +
-    1)`` needs k extra bytes. The target is accepted if the row needs at most ``max_extras`` extra bytes, and
-    if ``fits`` is true, which means that all smaller targets were accepted.
+    With a target above 127, some integers exceed a byte. An integer with a magnitude between ``127 * k + 1``
+    and ``127 * (k + 1)`` needs k extra bytes. The target is accepted if the row needs at most ``max_extras``
+    extra bytes, and if ``fits`` is true, which means that all smaller targets were accepted.
 
     Returns:
         The largest accepted target, and whether 127 * MULTIPLE was accepted.

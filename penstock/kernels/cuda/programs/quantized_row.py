@@ -30,28 +30,30 @@ def _sum_inputs(
     first input of each subgroup.
     """
     values = tl.load(x + inputs, mask=inputs < sizes.in_features, other=0.0).to(tl.float32)
-    products = decode_numbers(codes, tensors.table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
+    products = decode_numbers(codes, tensors.number_table, FORMAT.NUMBERS, FORMAT.OFFSET) * values[None, :]
     sums = tl.sum(tl.reshape(products, [N, BYTES // SUBGROUP, SUBGROUP]), 2)
-    rows = outputs.to(tl.int64)[:, None]
+    output_rows = outputs.to(tl.int64)[:, None]
     mask = is_output[:, None] & (first_inputs < sizes.in_features)[None, :]
     groups = (first_inputs // FORMAT.INPUTS_PER_SCALE)[None, :]
     scale = load_scales(
-        tensors.scales, tensors.factors, rows, groups, mask, sizes.num_scales, sizes.num_factors,
+        tensors.scales, tensors.factors, output_rows, groups, mask, sizes.num_scales, sizes.num_factors,
         FORMAT.SCALES, FORMAT.SCALES_PER_FACTOR,
     )  # fmt: skip
     if FORMAT.MINIMA == "":
         return tl.sum(sums * scale, 1)
-    totals = tl.sum(tl.reshape(values, [BYTES // SUBGROUP, SUBGROUP]), 1)[None, :]
+    input_sums = tl.sum(tl.reshape(values, [BYTES // SUBGROUP, SUBGROUP]), 1)[None, :]
     if FORMAT.MINIMA == "zeros":
-        zero = tl.load(tensors.minima + rows * sizes.num_scales + groups, mask=mask, other=0).to(tl.float32)
-        return tl.sum((sums - totals * zero) * scale, 1)
+        zero = tl.load(tensors.minima + output_rows * sizes.num_scales + groups, mask=mask, other=0).to(
+            tl.float32
+        )
+        return tl.sum((sums - input_sums * zero) * scale, 1)
     else:
         groups = (first_inputs // 32)[None, :]
         minimum = load_scales(
-            tensors.minima, tensors.min_factors, rows, groups, mask, sizes.num_minima, sizes.num_min_factors,
-            "float", FORMAT.MINIMA_PER_FACTOR,
+            tensors.minima, tensors.min_factors, output_rows, groups, mask, sizes.num_minima,
+            sizes.num_min_factors, "float", FORMAT.MINIMA_PER_FACTOR,
         )  # fmt: skip
-        return tl.sum(sums * scale - totals * minimum, 1)
+        return tl.sum(sums * scale - input_sums * minimum, 1)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def multiply_quantized_row(
     out,
     x,
     weight,
-    table,
+    number_table,
     scales,
     factors,
     minima,
@@ -68,7 +70,7 @@ def multiply_quantized_row(
     bias,
     out_features,
     in_features,
-    weight_bytes,
+    weight_row_bytes,
     num_scales,
     num_factors,
     num_minima,
@@ -96,22 +98,22 @@ def multiply_quantized_row(
     FORMAT: tl.constexpr = Format(
         NUMBERS, OFFSET, SCALES, INPUTS_PER_SCALE, SCALES_PER_FACTOR, MINIMA, MINIMA_PER_FACTOR
     )
-    tensors = Tensors(table, scales, factors, minima, min_factors)
+    tensors = Tensors(number_table, scales, factors, minima, min_factors)
     sizes = Sizes(in_features, num_scales, num_factors, num_minima, num_min_factors)
     outputs = tl.program_id(0) * N + tl.arange(0, N)
     is_output = outputs < out_features
     columns = tl.arange(0, BYTES)
     subgroup_starts = tl.arange(0, BYTES // SUBGROUP) * SUBGROUP
-    rows = weight + outputs.to(tl.int64)[:, None] * weight_bytes
-    mask = is_output[:, None] & (columns < weight_bytes)[None, :]
-    codes = tl.load(rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    weight_rows = weight + outputs.to(tl.int64)[:, None] * weight_row_bytes
+    mask = is_output[:, None] & (columns < weight_row_bytes)[None, :]
+    codes = tl.load(weight_rows + columns[None, :], mask=mask, other=0, eviction_policy="evict_first")
     wait_for_previous(PDL)
     total = tl.zeros([N], tl.float32)
-    for begin in range(0, weight_bytes, BYTES):
+    for begin in range(0, weight_row_bytes, BYTES):
         if begin > 0:
-            mask = is_output[:, None] & (begin + columns < weight_bytes)[None, :]
+            mask = is_output[:, None] & (begin + columns < weight_row_bytes)[None, :]
             codes = tl.load(
-                rows + (begin + columns)[None, :], mask=mask, other=0, eviction_policy="evict_first"
+                weight_rows + (begin + columns)[None, :], mask=mask, other=0, eviction_policy="evict_first"
             )
         if IS_NIBBLES:
             inputs = (begin + columns) // 32 * 64 + columns % 32

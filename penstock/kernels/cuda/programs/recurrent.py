@@ -1,6 +1,8 @@
 """Programs of linear attention: convolution, gated delta rule, output gate.
 
-The state of a convolution with KERNEL taps has the last HISTORY = KERNEL - 1 inputs of a sequence.
+The state of a convolution with KERNEL taps has the last HISTORY = KERNEL - 1 inputs of a sequence. ``slots``
+has the state of each sequence, and ``saves`` the pairs that `StateInputs.saves` describes. The constants
+SEQUENCES, TAPS, KEYS and the WIDTH of `apply_gate` are sizes rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -13,48 +15,65 @@ from penstock.kernels.cuda.programs.dependent_launch import launch_next_and_wait
 
 @triton.jit
 def _load_input(
-    x, inputs, slot, first, index, is_new, stride, width, channels, is_channel, HISTORY: tl.constexpr
+    x,
+    state_inputs,
+    slot,
+    first_row,
+    index,
+    is_new,
+    x_row_stride,
+    num_channels,
+    channels,
+    is_channel,
+    HISTORY: tl.constexpr,
 ):
-    """Load the input at ``index`` of a sequence. A negative index reads the state, or 0 in a new sequence."""
+    """Return the input at ``index`` of a sequence. A negative index reads the state, or 0 in a new sequence.
+
+    ``first_row`` is the sequence's first row of ``x``, with index 0.
+    """
     indices = index + tl.zeros_like(channels)
-    is_row = is_channel & (indices >= 0)
-    is_old = is_channel & (indices < -is_new * HISTORY)
-    row = tl.load(x + (first + indices) * stride + channels, mask=is_row, other=0.0)
-    old = tl.load(inputs + (slot * HISTORY + HISTORY + indices) * width + channels, mask=is_old, other=0.0)
-    return row.to(tl.float32) + old.to(tl.float32)
+    is_in_step = is_channel & (indices >= 0)
+    is_in_state = is_channel & (indices < -is_new * HISTORY)
+    new_inputs = tl.load(x + (first_row + indices) * x_row_stride + channels, mask=is_in_step, other=0.0)
+    old_inputs = tl.load(
+        state_inputs + (slot * HISTORY + HISTORY + indices) * num_channels + channels,
+        mask=is_in_state,
+        other=0.0,
+    )
+    return new_inputs.to(tl.float32) + old_inputs.to(tl.float32)
 
 
 @triton.jit
 def convolve(
-    out, x, weight, inputs, slots, row_offsets, lengths, width, stride, num_sequences,
+    out, x, weight, state_inputs, slots, row_offsets, lengths, num_channels, x_row_stride, num_sequences,
     KERNEL: tl.constexpr, WIDTH: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of a short convolution with SiLU. Grid: rows, tiles of WIDTH channels."""
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    is_channel = channels < width
+    is_channel = channels < num_channels
     sequences = tl.arange(0, SEQUENCES)
-    ends = tl.load(row_offsets + 1 + sequences, mask=sequences < num_sequences, other=2147483647)
-    sequence = tl.sum((ends <= row).to(tl.int32), 0)
-    first = tl.load(row_offsets + sequence).to(tl.int64)
-    count = tl.load(row_offsets + sequence + 1).to(tl.int64) - first
-    is_new = (tl.load(lengths + sequence) == count).to(tl.int32)
+    row_ends = tl.load(row_offsets + 1 + sequences, mask=sequences < num_sequences, other=2147483647)
+    sequence = tl.sum((row_ends <= row).to(tl.int32), 0)
+    first_row = tl.load(row_offsets + sequence).to(tl.int64)
+    num_rows = tl.load(row_offsets + sequence + 1).to(tl.int64) - first_row
+    is_new = (tl.load(lengths + sequence) == num_rows).to(tl.int32)
     slot = tl.load(slots + sequence)
     total = tl.zeros((WIDTH,), dtype=tl.float32)
     for tap in tl.static_range(KERNEL):
-        factors = tl.load(weight + tap * width + channels, mask=is_channel, other=0.0)
+        factors = tl.load(weight + tap * num_channels + channels, mask=is_channel, other=0.0)
         total += factors * _load_input(
-            x, inputs, slot, first, row - first - KERNEL + 1 + tap, is_new, stride, width, channels,
-            is_channel, KERNEL - 1,
+            x, state_inputs, slot, first_row, row - first_row - KERNEL + 1 + tap, is_new, x_row_stride,
+            num_channels, channels, is_channel, KERNEL - 1,
         )  # fmt: skip
     result = total / (1 + tl.exp(-total))
-    tl.store(out + row * width + channels, result.to(out.dtype.element_ty), mask=is_channel)
+    tl.store(out + row * num_channels + channels, result.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit
 def keep_inputs(
-    inputs, x, slots, saves, row_offsets, lengths, width, stride,
+    state_inputs, x, slots, saves, row_offsets, lengths, num_channels, x_row_stride,
     HISTORY: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,112 +86,126 @@ def keep_inputs(
     sequence = tl.program_id(0)
     channels = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     taps = tl.arange(0, TAPS).to(tl.int64)[:, None]
-    is_element = (channels < width) & (taps < HISTORY)
-    first = tl.load(row_offsets + sequence).to(tl.int64)
-    count = tl.load(row_offsets + sequence + 1).to(tl.int64) - first
-    is_new = (tl.load(lengths + sequence) == count).to(tl.int32)
+    is_element = (channels < num_channels) & (taps < HISTORY)
+    first_row = tl.load(row_offsets + sequence).to(tl.int64)
+    num_rows = tl.load(row_offsets + sequence + 1).to(tl.int64) - first_row
+    is_new = (tl.load(lengths + sequence) == num_rows).to(tl.int32)
     slot = tl.load(slots + sequence)
     for save in tl.static_range(NUM_SAVES):
         pair = saves + (sequence * NUM_SAVES + save) * 2
-        num_rows = tl.load(pair)
+        saved_row_count = tl.load(pair)
         saved = _load_input(
             x,
-            inputs,
+            state_inputs,
             slot,
-            first,
-            num_rows - HISTORY + taps,
+            first_row,
+            saved_row_count - HISTORY + taps,
             is_new,
-            stride,
-            width,
+            x_row_stride,
+            num_channels,
             channels,
             is_element,
             HISTORY,
         )
-        targets = inputs + (tl.load(pair + 1) * HISTORY + taps) * width + channels
+        targets = state_inputs + (tl.load(pair + 1) * HISTORY + taps) * num_channels + channels
         tl.store(
             targets,
-            saved.to(inputs.dtype.element_ty),
-            mask=is_element & (taps * 0 + num_rows > 0) & (taps * 0 + num_rows <= count),
+            saved.to(state_inputs.dtype.element_ty),
+            mask=is_element & (taps * 0 + saved_row_count > 0) & (taps * 0 + saved_row_count <= num_rows),
         )
     values = _load_input(
-        x, inputs, slot, first, count - HISTORY + taps, is_new, stride, width, channels, is_element, HISTORY
+        x,
+        state_inputs,
+        slot,
+        first_row,
+        num_rows - HISTORY + taps,
+        is_new,
+        x_row_stride,
+        num_channels,
+        channels,
+        is_element,
+        HISTORY,
     )
     tl.debug_barrier()  # other threads must have read the old inputs
-    targets = inputs + (slot * HISTORY + taps) * width + channels
-    tl.store(targets, values.to(inputs.dtype.element_ty), mask=is_element)
+    targets = state_inputs + (slot * HISTORY + taps) * num_channels + channels
+    tl.store(targets, values.to(state_inputs.dtype.element_ty), mask=is_element)
 
 
 @triton.jit
 def delta_rule(
-    out, qkv, gates, decay, states, slots, saves, row_offsets, lengths, heads, key_heads, key_dim, value_dim,
-    qkv_stride, gates_stride, scale, eps,
+    out, qkv, gates, decay, states, slots, saves, row_offsets, lengths, num_heads, num_key_heads, key_dim,
+    value_dim, qkv_row_stride, gates_row_stride, scale, eps,
     KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute all rows of one head of one sequence, and update its state.
+    """Compute VALUES columns of all rows of one value head of one sequence, and update its state.
 
-    Grid: sequences, heads, tiles of VALUES columns.
+    Grid: sequences, value heads, tiles of VALUES columns.
     """
     launch_next_and_wait(PDL)
     sequence, head = tl.program_id(0), tl.program_id(1)
-    first, end = (
+    first_row, row_end = (
         tl.load(row_offsets + sequence).to(tl.int64),
         tl.load(row_offsets + sequence + 1).to(tl.int64),
     )
-    is_new = tl.load(lengths + sequence) == end - first
+    is_new = tl.load(lengths + sequence) == row_end - first_row
     keys = tl.arange(0, KEYS)
     columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     is_key, is_column = keys < key_dim, columns < value_dim
     is_element = is_key[:, None] & is_column[None, :]
-    state = tl.load(slots + sequence) * heads + head
-    addresses = states + (state * key_dim + keys[:, None]) * value_dim + columns[None, :]
-    s = tl.load(addresses, mask=is_element, other=0.0)
+    state_index = tl.load(slots + sequence) * num_heads + head
+    state_pointers = states + (state_index * key_dim + keys[:, None]) * value_dim + columns[None, :]
+    s = tl.load(state_pointers, mask=is_element, other=0.0)
     s = tl.where(is_new, 0.0, s)
-    key_head = head // (heads // key_heads)
-    decay_rate, bias = tl.load(decay + head), tl.load(decay + heads + head)
-    for row in range(first, end):
-        start = qkv + row * qkv_stride
-        q = tl.load(start + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
-        k = tl.load(start + (key_heads + key_head) * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
+    key_head = head // (num_heads // num_key_heads)
+    decay_rate, decay_bias = tl.load(decay + head), tl.load(decay + num_heads + head)
+    for row in range(first_row, row_end):
+        row_pointer = qkv + row * qkv_row_stride
+        q = tl.load(row_pointer + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(row_pointer + (num_key_heads + key_head) * key_dim + keys, mask=is_key, other=0.0).to(
+            tl.float32
+        )
         v = tl.load(
-            start + 2 * key_heads * key_dim + head * value_dim + columns, mask=is_column, other=0.0
+            row_pointer + 2 * num_key_heads * key_dim + head * value_dim + columns, mask=is_column, other=0.0
         ).to(tl.float32)
         q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + eps))
         k = k * (1 / tl.sqrt(tl.sum(k * k, 0) + eps))
-        update_logit = tl.load(gates + row * gates_stride + head).to(tl.float32)
-        gate = tl.load(gates + row * gates_stride + heads + head).to(tl.float32) + bias
-        softplus = tl.where(gate > 20, gate, tl.log(1 + tl.exp(tl.minimum(gate, 20.0))))
+        update_logit = tl.load(gates + row * gates_row_stride + head).to(tl.float32)
+        decay_input = tl.load(gates + row * gates_row_stride + num_heads + head).to(tl.float32) + decay_bias
+        softplus = tl.where(decay_input > 20, decay_input, tl.log(1 + tl.exp(tl.minimum(decay_input, 20.0))))
         s = s * tl.exp(-decay_rate * softplus)
         change = (v - tl.sum(s * k[:, None], 0)) / (1 + tl.exp(-update_logit))
         s += k[:, None] * change[None, :]
         result = tl.sum(s * q[:, None], 0)
         tl.store(
-            out + (row * heads + head) * value_dim + columns, result.to(out.dtype.element_ty), mask=is_column
+            out + (row * num_heads + head) * value_dim + columns,
+            result.to(out.dtype.element_ty),
+            mask=is_column,
         )
         for save in tl.static_range(NUM_SAVES):
             pair = saves + (sequence * NUM_SAVES + save) * 2
-            saved = tl.load(pair + 1) * heads + head
-            saved_addresses = states + (saved * key_dim + keys[:, None]) * value_dim + columns[None, :]
-            is_saved = tl.load(pair) + keys * 0 == row + 1 - first
-            tl.store(saved_addresses, s, mask=is_element & is_saved[:, None])
-    tl.store(addresses, s, mask=is_element)
+            saved_index = tl.load(pair + 1) * num_heads + head
+            saved_pointers = states + (saved_index * key_dim + keys[:, None]) * value_dim + columns[None, :]
+            is_saved = tl.load(pair) + keys * 0 == row + 1 - first_row
+            tl.store(saved_pointers, s, mask=is_element & is_saved[:, None])
+    tl.store(state_pointers, s, mask=is_element)
 
 
 @triton.jit
 def apply_gate(
-    out, x, gate, heads, dim, x_row_stride, x_head_stride, gate_row_stride, gate_head_stride,
+    out, x, gate, num_heads, head_dim, x_row_stride, x_head_stride, gate_row_stride, gate_head_stride,
     WIDTH: tl.constexpr, IS_SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one head of one row by the sigmoid or the SiLU of its gates. Grid: rows * heads."""
     launch_next_and_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    out_row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
-    is_column = columns < dim
-    token, head = row // heads, row % heads
-    x_offsets = token * x_row_stride + head * x_head_stride + columns
+    is_column = columns < head_dim
+    row, head = out_row // num_heads, out_row % num_heads
+    x_offsets = row * x_row_stride + head * x_head_stride + columns
     values = tl.load(x + x_offsets, mask=is_column, other=0.0).to(tl.float32)
-    gate_offsets = token * gate_row_stride + head * gate_head_stride + columns
+    gate_offsets = row * gate_row_stride + head * gate_head_stride + columns
     gates = tl.load(gate + gate_offsets, mask=is_column, other=0.0).to(tl.float32)
     factors = 1 / (1 + tl.exp(-gates))
     if IS_SILU:
         factors = gates * factors
-    tl.store(out + row * dim + columns, (values * factors).to(out.dtype.element_ty), mask=is_column)
+    tl.store(out + out_row * head_dim + columns, (values * factors).to(out.dtype.element_ty), mask=is_column)

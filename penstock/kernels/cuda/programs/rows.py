@@ -22,10 +22,10 @@ def norm(
     residual,
     weight,
     bias,
-    inner,
+    num_inner,
     outer_stride,
     inner_stride,
-    residual_stride,
+    residual_row_stride,
     width,
     eps,
     WIDTH: tl.constexpr,
@@ -36,10 +36,10 @@ def norm(
 ):
     """Normalize one row of ``x``. Grid: rows.
 
-    Row r of ``x`` begins at ``r // inner * outer_stride + r % inner * inner_stride``. With ADDS, the row of
-    ``residual`` is added to it first, and the sum is also written to ``total``. With IS_CENTRED the norm is a
-    layer norm with a bias, otherwise an RMS norm. Unless WEIGHT_IS_WIDER, an RMS norm rounds to the type of
-    ``x`` before it multiplies by the weight.
+    Row r of ``x`` begins at ``r // num_inner * outer_stride + r % num_inner * inner_stride``. With ADDS, the
+    row of ``residual`` is added to it first, and the sum is also written to ``total``. With IS_CENTRED the
+    norm is a layer norm with a bias, otherwise an RMS norm. Unless WEIGHT_IS_WIDER, an RMS norm rounds to the
+    type of ``x`` before it multiplies by the weight. WIDTH is a power of two, at least ``width``.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -47,18 +47,20 @@ def norm(
     is_column = columns < width
     factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    row_start = row // inner * outer_stride + row % inner * inner_stride
+    row_start = row // num_inner * outer_stride + row % num_inner * inner_stride
     values = tl.load(x + row_start + columns, mask=is_column, other=0.0)
     dtype = values.dtype
-    wide = values.to(tl.float32)
+    wide_values = values.to(tl.float32)
     if ADDS:
-        wide += tl.load(residual + row * residual_stride + columns, mask=is_column, other=0.0).to(tl.float32)
-        rounded = wide.to(dtype)
+        wide_values += tl.load(residual + row * residual_row_stride + columns, mask=is_column, other=0.0).to(
+            tl.float32
+        )
+        rounded = wide_values.to(dtype)
         tl.store(total + row * width + columns, rounded, mask=is_column)
-        wide = rounded.to(tl.float32)
+        wide_values = rounded.to(tl.float32)
     if IS_CENTRED:
-        wide = tl.where(is_column, wide - tl.sum(wide, 0) / width, 0.0)
-    normed = wide * (1 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps))
+        wide_values = tl.where(is_column, wide_values - tl.sum(wide_values, 0) / width, 0.0)
+    normed = wide_values * (1 / tl.sqrt(tl.sum(wide_values * wide_values, 0) / width + eps))
     if IS_CENTRED:
         normed = normed * factors + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
     else:
@@ -84,7 +86,10 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate(out, x, width, row_stride, cap, WIDTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
-    """Apply KIND, an activation or "soft_cap", to each element. Grid: rows, tiles of WIDTH columns."""
+    """Apply KIND, an activation or "soft_cap", to each element. Grid: rows, tiles of WIDTH columns.
+
+    ``cap`` is used only by "soft_cap".
+    """
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -132,10 +137,10 @@ def rotate(
     q_head_stride,
     k_row_stride,
     k_head_stride,
-    q_heads,
-    k_heads,
+    num_q_heads,
+    num_k_heads,
     half,
-    dim,
+    head_dim,
     HALF: tl.constexpr,
     UNROTATED: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
@@ -143,13 +148,14 @@ def rotate(
 ):
     """Rotate the first ``2 * half`` dimensions of one head of one row, and copy the other dimensions.
 
-    Grid: rows, query heads + kv heads.
+    Grid: rows, query heads + kv heads. HALF is a power of two, at least ``half``. UNROTATED is a power of
+    two, at least the number of other dimensions, or 0 if there are none.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    is_query = head < q_heads
-    tensor_head = tl.where(is_query, head, head - q_heads)
+    is_query = head < num_q_heads
+    tensor_head = tl.where(is_query, head, head - num_q_heads)
     pairs = tl.arange(0, HALF)
     is_pair = pairs < half
     angle_cos = tl.load(cos + row * half + pairs, mask=is_pair, other=0.0)
@@ -157,10 +163,10 @@ def rotate(
     wait_for_previous(PDL)
     if is_query:
         source = q + row * q_row_stride + tensor_head * q_head_stride
-        target = q_out + (row * q_heads + tensor_head) * dim
+        target = q_out + (row * num_q_heads + tensor_head) * head_dim
     else:
         source = k + row * k_row_stride + tensor_head * k_head_stride
-        target = k_out + (row * k_heads + tensor_head) * dim
+        target = k_out + (row * num_k_heads + tensor_head) * head_dim
     if IS_INTERLEAVED:
         firsts = 2 * pairs
         seconds = 2 * pairs + 1
@@ -174,7 +180,7 @@ def rotate(
     tl.store(target + seconds, (second * angle_cos + first * angle_sin).to(dtype), mask=is_pair)
     if UNROTATED > 0:
         dims = 2 * half + tl.arange(0, UNROTATED)
-        is_dim = dims < dim
+        is_dim = dims < head_dim
         tl.store(target + dims, tl.load(source + dims, mask=is_dim, other=0.0), mask=is_dim)
 
 
@@ -189,15 +195,15 @@ def store_keys_values(
     k_head_stride,
     v_row_stride,
     v_head_stride,
-    side_stride,
+    values_stride,
     block_stride,
     head_stride,
     slot_stride,
-    scale_side_stride,
+    scale_values_stride,
     scale_block_stride,
     scale_head_stride,
     scale_slot_stride,
-    dim,
+    head_dim,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -205,7 +211,10 @@ def store_keys_values(
     IS_E4M3: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the keys or values of one head of one row into the KV cache. Grid: rows, kv heads, 2.
+    """Write the key or the value of one head of one row into the KV cache. Grid: rows, kv heads, 2.
+
+    A block of the cache has BLOCK slots. In the cache and in ``scales``, the values begin ``values_stride``
+    and ``scale_values_stride`` after the keys.
 
     LARGEST is the largest number that a quantized cache can store, or 0.0 for a cache without scales. With
     HAS_FIXED_SCALES, the scale is read from ``scales``. Otherwise the scale is computed from the written
@@ -216,20 +225,26 @@ def store_keys_values(
     slot = tl.load(slots + row)
     wait_for_previous(PDL)
     head = tl.program_id(1)
-    side = tl.program_id(2)
+    is_value = tl.program_id(2)
     dims = tl.arange(0, WIDTH)
-    is_dim = dims < dim
-    if side == 0:
+    is_dim = dims < head_dim
+    if is_value == 0:
         source = k + row * k_row_stride + head * k_head_stride
     else:
         source = v + row * v_row_stride + head * v_head_stride
     values = tl.load(source + dims, mask=is_dim, other=0.0).to(tl.float32)
     block = slot // BLOCK
-    offset = slot % BLOCK
-    target = cache + side * side_stride + block * block_stride + head * head_stride + offset * slot_stride
+    slot_in_block = slot % BLOCK
+    target = (
+        cache
+        + is_value * values_stride
+        + block * block_stride
+        + head * head_stride
+        + slot_in_block * slot_stride
+    )
     if LARGEST > 0:
-        scale_offset = side * scale_side_stride + block * scale_block_stride
-        scale_offset += head * scale_head_stride + offset * scale_slot_stride
+        scale_offset = is_value * scale_values_stride + block * scale_block_stride
+        scale_offset += head * scale_head_stride + slot_in_block * scale_slot_stride
         if HAS_FIXED_SCALES:
             scale = tl.load(scales + scale_offset)
         else:

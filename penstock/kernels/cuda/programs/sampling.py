@@ -57,8 +57,8 @@ def _find_bins(scores, temperature, is_top_k):
 
 @triton.jit
 def summarize(
-    fields, logits, bitmask, temperatures, top_ks, top_ps, vocabulary, chunks, row_stride, mask_stride,
-    CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
+    fields, logits, bitmask, temperatures, top_ks, top_ps, vocabulary_size, num_chunks, logits_row_stride,
+    bitmask_row_stride, CHUNK: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Write the largest logit of a chunk, the first token with this logit, and a histogram if it is needed.
 
@@ -70,20 +70,22 @@ def summarize(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float64)
     top_k = tl.load(top_ks + row)
-    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    is_top_k = (top_k > 0) & (top_k < vocabulary_size)
     is_limited = is_top_k | (tl.load(top_ps + row) < 1)
     start = chunk * CHUNK
-    scores = load_logits(logits + row * row_stride, start, vocabulary, CHUNK)
+    scores = load_logits(logits + row * logits_row_stride, start, vocabulary_size, CHUNK)
     is_invalid = (scores != scores) | (scores == float("inf"))
     scores = tl.where(is_invalid, float("-inf"), scores)
-    scores = apply_bitmask(scores, bitmask + row * mask_stride, start, vocabulary, CHUNK, HAS_MASK)
+    scores = apply_bitmask(
+        scores, bitmask + row * bitmask_row_stride, start, vocabulary_size, CHUNK, HAS_MASK
+    )
     tokens = start + tl.arange(0, CHUNK)
     largest = tl.max(scores, 0)
     first = tl.min(tl.where(scores == largest, tokens, 2147483647), 0)
     num_invalid = tl.sum(is_invalid.to(tl.int32), 0)
-    maximum = tl.where(num_invalid > 0, float("inf"), largest)
-    tl.store(field_pointer(fields, row, chunks, LARGEST) + chunk, maximum)
-    tl.store(integer_field_pointer(fields, row, chunks, FIRST) + chunk, first)
+    largest_or_inf = tl.where(num_invalid > 0, float("inf"), largest)
+    tl.store(field_pointer(fields, row, num_chunks, LARGEST) + chunk, largest_or_inf)
+    tl.store(integer_field_pointer(fields, row, num_chunks, FIRST) + chunk, first)
     if (temperature > 0) & (top_k != 1) & is_limited:
         is_token = scores > float("-inf")
         distances = _find_bins(largest, temperature, is_top_k) - _find_bins(scores, temperature, is_top_k)
@@ -93,13 +95,13 @@ def summarize(
         amounts = tl.where(is_token, amounts, 0.0)
         bins = tl.arange(0, NUM_BINS)
         histogram = tl.sum(tl.where(token_bins[None, :] == bins[:, None], amounts[None, :], 0.0), 1)
-        tl.store(field_pointer(fields, row, chunks, HISTOGRAM) + bins * chunks + chunk, histogram)
+        tl.store(field_pointer(fields, row, num_chunks, HISTOGRAM) + bins * num_chunks + chunk, histogram)
 
 
 @triton.jit
 def select(
-    fields, masses, offsets, logits, bitmask, temperatures, top_ks, top_ps, min_ps, vocabulary, chunks,
-    row_stride, mask_stride,
+    fields, masses, listed_offsets, logits, bitmask, temperatures, top_ks, top_ps, min_ps, vocabulary_size,
+    num_chunks, logits_row_stride, bitmask_row_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """For some chunks of a row, list the tokens that top_k or top_p may keep, and write the number of them.
@@ -113,11 +115,11 @@ def select(
     temperature = tl.load(temperatures + row).to(tl.float64)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row).to(tl.float64)
-    is_top_k = (top_k > 0) & (top_k < vocabulary)
+    is_top_k = (top_k > 0) & (top_k < vocabulary_size)
     is_limited = is_top_k | (top_p < 1)
-    maxima = field_pointer(fields, row, chunks, LARGEST)
+    largest_field = field_pointer(fields, row, num_chunks, LARGEST)
     chunk_numbers = tl.arange(0, CHUNKS)
-    largest = tl.load(maxima + chunk_numbers, mask=chunk_numbers < chunks, other=float("-inf"))
+    largest = tl.load(largest_field + chunk_numbers, mask=chunk_numbers < num_chunks, other=float("-inf"))
     max_logit = tl.max(largest, 0)
     is_valid = (max_logit > float("-inf")) & (max_logit < float("inf"))
     if is_valid & (temperature > 0) & (top_k != 1):
@@ -125,36 +127,45 @@ def select(
         top_bin = _find_bins(max_logit, temperature, is_top_k)
         max_distance = tl.full((), float("inf"), tl.float64)
         if is_limited:
-            histograms = field_pointer(fields, row, chunks, HISTOGRAM)
+            histograms = field_pointer(fields, row, num_chunks, HISTOGRAM)
             limit = _distance_limit(
-                histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, False
+                histograms,
+                largest,
+                max_logit,
+                temperature,
+                top_k,
+                top_p,
+                vocabulary_size,
+                num_chunks,
+                CHUNKS,
+                False,
             )
             max_distance = tl.where(limit > _MAX_DISTANCE, max_distance, limit.to(tl.float64))
-        for chunk in range(tl.program_id(1), chunks, tl.num_programs(1)):
-            min_distance = top_bin - _find_bins(tl.load(maxima + chunk), temperature, is_top_k)
-            count = tl.full((), 0, tl.int32)
+        for chunk in range(tl.program_id(1), num_chunks, tl.num_programs(1)):
+            min_distance = top_bin - _find_bins(tl.load(largest_field + chunk), temperature, is_top_k)
+            num_listed = tl.full((), 0, tl.int32)
             if (is_top_k == 0) | (min_distance <= max_distance):
                 scores = load_allowed_logits(
-                    logits + row * row_stride, bitmask + row * mask_stride, chunk * CHUNK, vocabulary, CHUNK,
-                    HAS_MASK,
+                    logits + row * logits_row_stride, bitmask + row * bitmask_row_stride, chunk * CHUNK,
+                    vocabulary_size, CHUNK, HAS_MASK,
                 )  # fmt: skip
                 if is_limited:
                     distances = top_bin - _find_bins(scores, temperature, is_top_k)
                     is_listed = (scores > float("-inf")) & (distances <= max_distance)
                     positions = tl.cumsum(is_listed.to(tl.int32), 0) - 1
-                    list_start = offsets + (row * chunks + chunk) * CHUNK
+                    list_start = listed_offsets + (row * num_chunks + chunk) * CHUNK
                     tl.store(list_start + positions, tl.arange(0, CHUNK).to(tl.int16), mask=is_listed)
-                    count = tl.sum(is_listed.to(tl.int32), 0)
+                    num_listed = tl.sum(is_listed.to(tl.int32), 0)
                 if is_top_k == 0:
                     weights = exp_weights(scores, max_logit, temperature)
                     mass = tl.sum(tl.where(weights >= min_weight, weights, 0.0), 0)
-                    tl.store(masses + row * chunks + chunk, mass)
-            tl.store(integer_field_pointer(fields, row, chunks, COUNT) + chunk, count)
+                    tl.store(masses + row * num_chunks + chunk, mass)
+            tl.store(integer_field_pointer(fields, row, num_chunks, COUNT) + chunk, num_listed)
 
 
 @triton.jit
 def _distance_limit(
-    histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks,
+    histograms, largest, max_logit, temperature, top_k, top_p, vocabulary_size, num_chunks,
     CHUNKS: tl.constexpr, IS_NEAR: tl.constexpr,
 ):  # fmt: skip
     """Return a distance from the largest logit, in bins, beyond which the first rule of a row keeps no token.
@@ -168,14 +179,16 @@ def _distance_limit(
     larger, or smaller with ``IS_NEAR``.
 
     Without ``IS_NEAR``, the result is limited further for a top_p below 1. The tokens whose weight is at most
-    ``(1 - top_p) / (2 vocabulary)`` of the largest weight have at most half of the mass that top_p removes,
-    so top_p keeps none of them.
+    ``(1 - top_p) / (2 vocabulary_size)`` of the largest weight have at most half of the mass that top_p
+    removes, so top_p keeps none of them.
     """
     FACTOR: tl.constexpr = 0.9999 if IS_NEAR else 1.0001
-    is_top_k = (top_k > 0) & (top_k < vocabulary)
-    chunk, bins = tl.arange(0, CHUNKS), tl.arange(0, NUM_BINS)
+    is_top_k = (top_k > 0) & (top_k < vocabulary_size)
+    chunk_numbers, bins = tl.arange(0, CHUNKS), tl.arange(0, NUM_BINS)
     amounts = tl.load(
-        histograms + bins[None, :] * chunks + chunk[:, None], mask=chunk[:, None] < chunks, other=0.0
+        histograms + bins[None, :] * num_chunks + chunk_numbers[:, None],
+        mask=chunk_numbers[:, None] < num_chunks,
+        other=0.0,
     )
     exponents = (largest.to(tl.float64) - max_logit.to(tl.float64)) / temperature
     amounts *= tl.where(is_top_k, 1.0, tl.exp(exponents.to(tl.float32)))[:, None]
@@ -196,44 +209,45 @@ def _distance_limit(
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
     if not IS_NEAR:
-        max_weight = (1 - top_p) / (2.0 * vocabulary)
+        max_weight = (1 - top_p) / (2.0 * vocabulary_size)
         nats = -tl.log(tl.maximum(max_weight, 1e-30).to(tl.float32))
-        mass_limit = (nats * _BINS_PER_NAT).to(tl.int32) + 2
-        low = tl.where(is_top_k | (top_p >= 1), low, tl.minimum(low, mass_limit))
+        weight_distance = (nats * _BINS_PER_NAT).to(tl.int32) + 2
+        low = tl.where(is_top_k | (top_p >= 1), low, tl.minimum(low, weight_distance))
     return low
 
 
 @triton.jit
 def _threshold_range(
-    histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks,
+    histograms, largest, max_logit, temperature, top_k, top_p, vocabulary_size, num_chunks,
     CHUNKS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Return the smallest and the largest possible threshold (`draws`) of the first rule of a row.
 
     Both are int64 keys. The first rule is top_k, or top_p if the row has no top_k.
     """
-    is_top_k = (top_k > 0) & (top_k < vocabulary)
-    near = _distance_limit(
-        histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, True
+    is_top_k = (top_k > 0) & (top_k < vocabulary_size)
+    near_distance = _distance_limit(
+        histograms, largest, max_logit, temperature, top_k, top_p, vocabulary_size, num_chunks, CHUNKS, True
     )
-    far = _distance_limit(
-        histograms, largest, max_logit, temperature, top_k, top_p, vocabulary, chunks, CHUNKS, False
+    far_distance = _distance_limit(
+        histograms, largest, max_logit, temperature, top_k, top_p, vocabulary_size, num_chunks, CHUNKS, False
     )
     top_bin = _find_bins(max_logit, temperature, is_top_k)
-    width = tl.where(is_top_k, 1 / _BINS_PER_LOGIT, temperature / _BINS_PER_NAT)
-    # The range is one bin larger on both sides, because the product of a bin number and `width` is rounded.
-    lowest = tl.maximum((top_bin - far.to(tl.float64) - 1) * width, -3.4028234663852886e38)
-    highest = tl.minimum((top_bin - near.to(tl.float64) + 2) * width, max_logit.to(tl.float64))
+    bin_width = tl.where(is_top_k, 1 / _BINS_PER_LOGIT, temperature / _BINS_PER_NAT)
+    # The range is one bin larger on both sides, because the product of a bin number and `bin_width` is
+    # rounded.
+    lowest = tl.maximum((top_bin - far_distance.to(tl.float64) - 1) * bin_width, -3.4028234663852886e38)
+    highest = tl.minimum((top_bin - near_distance.to(tl.float64) + 2) * bin_width, max_logit.to(tl.float64))
     low = sort_keys(lowest.to(tl.float32), SHIFT)
-    low = tl.where(far > _MAX_DISTANCE, -2139095040 >> SHIFT, low)  # the key of -inf
-    high = tl.where(near > _MAX_DISTANCE, max_logit, highest.to(tl.float32))
+    low = tl.where(far_distance > _MAX_DISTANCE, -2139095040 >> SHIFT, low)  # the key of -inf
+    high = tl.where(near_distance > _MAX_DISTANCE, max_logit, highest.to(tl.float32))
     return low.to(tl.int64), tl.minimum(sort_keys(high, SHIFT) + 1, sort_keys(max_logit, SHIFT)).to(tl.int64)
 
 
 @triton.jit
 def draw(
-    out, fields, masses, offsets, logits, bitmask, temperatures, top_ks, top_ps, min_ps, uniforms, vocabulary,
-    chunks, row_stride, mask_stride,
+    out, fields, masses, listed_offsets, logits, bitmask, temperatures, top_ks, top_ps, min_ps, uniforms,
+    vocabulary_size, num_chunks, logits_row_stride, bitmask_row_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SMALL_LIST: tl.constexpr, LARGE_LIST: tl.constexpr,
     SHIFT: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
@@ -245,45 +259,49 @@ def draw(
     tokens of the row are read again. ``SHIFT`` is the number of low bits that are 0 in every logit.
     """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * row_stride
-    bitmask += row * mask_stride
-    masses += row * chunks
-    offsets += row * chunks * CHUNK
+    logits += row * logits_row_stride
+    bitmask += row * bitmask_row_stride
+    masses += row * num_chunks
+    listed_offsets += row * num_chunks * CHUNK
     temperature = tl.load(temperatures + row).to(tl.float64)
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row).to(tl.float64)
-    is_top_k = (top_k > 0) & (top_k < vocabulary)
-    ends = integer_field_pointer(fields, row, chunks, SCRATCH)
-    histograms = field_pointer(fields, row, chunks, HISTOGRAM)
-    chunk = tl.arange(0, CHUNKS)
-    is_chunk = chunk < chunks
-    largest = tl.load(field_pointer(fields, row, chunks, LARGEST) + chunk, mask=is_chunk, other=float("-inf"))
-    max_logit = tl.max(largest, 0)
-    first = tl.load(
-        integer_field_pointer(fields, row, chunks, FIRST) + chunk, mask=is_chunk, other=2147483647
+    is_top_k = (top_k > 0) & (top_k < vocabulary_size)
+    list_ends = integer_field_pointer(fields, row, num_chunks, SCRATCH)
+    histograms = field_pointer(fields, row, num_chunks, HISTOGRAM)
+    chunk_numbers = tl.arange(0, CHUNKS)
+    is_chunk = chunk_numbers < num_chunks
+    largest = tl.load(
+        field_pointer(fields, row, num_chunks, LARGEST) + chunk_numbers, mask=is_chunk, other=float("-inf")
     )
-    token = tl.min(tl.where(largest == max_logit, first, 2147483647), 0)
+    max_logit = tl.max(largest, 0)
+    first_tokens = tl.load(
+        integer_field_pointer(fields, row, num_chunks, FIRST) + chunk_numbers, mask=is_chunk, other=2147483647
+    )
+    token = tl.min(tl.where(largest == max_logit, first_tokens, 2147483647), 0)
     is_valid = (max_logit > float("-inf")) & (max_logit < float("inf"))
     if is_valid & (temperature > 0) & (top_k != 1):
         min_p = tl.load(min_ps + row).to(tl.float64)
         uniform = tl.load(uniforms + row)
         if is_top_k | (top_p < 1):
-            count = tl.load(integer_field_pointer(fields, row, chunks, COUNT) + chunk, mask=is_chunk, other=0)
-            tl.store(ends + chunk, tl.cumsum(count, 0), mask=is_chunk)
-            num_listed = tl.sum(count, 0)
+            list_lengths = tl.load(
+                integer_field_pointer(fields, row, num_chunks, COUNT) + chunk_numbers, mask=is_chunk, other=0
+            )
+            tl.store(list_ends + chunk_numbers, tl.cumsum(list_lengths, 0), mask=is_chunk)
+            num_listed = tl.sum(list_lengths, 0)
             mass = tl.full((), 0.0, tl.float64)
             if is_top_k == 0:
-                mass = tl.sum(tl.load(masses + chunk, mask=is_chunk, other=0.0), 0)
+                mass = tl.sum(tl.load(masses + chunk_numbers, mask=is_chunk, other=0.0), 0)
             tl.debug_barrier()  # other threads of the program read the ends of the lists
             if num_listed <= SMALL_LIST:
                 token = draw_from_list(
-                    logits, offsets, ends, num_listed, mass, max_logit, temperature, top_k, top_p, min_p,
-                    uniform, vocabulary, chunks, CHUNK, CHUNKS, SMALL_LIST, SHIFT,
+                    logits, listed_offsets, list_ends, num_listed, mass, max_logit, temperature, top_k, top_p,
+                    min_p, uniform, vocabulary_size, num_chunks, CHUNK, CHUNKS, SMALL_LIST, SHIFT,
                 )  # fmt: skip
             elif num_listed <= LARGE_LIST:
                 token = draw_from_list(
-                    logits, offsets, ends, num_listed, mass, max_logit, temperature, top_k, top_p, min_p,
-                    uniform, vocabulary, chunks, CHUNK, CHUNKS, LARGE_LIST, SHIFT,
+                    logits, listed_offsets, list_ends, num_listed, mass, max_logit, temperature, top_k, top_p,
+                    min_p, uniform, vocabulary_size, num_chunks, CHUNK, CHUNKS, LARGE_LIST, SHIFT,
                 )  # fmt: skip
             else:
                 low, high = _threshold_range(
@@ -293,18 +311,18 @@ def draw(
                     temperature,
                     top_k,
                     top_p,
-                    vocabulary,
-                    chunks,
+                    vocabulary_size,
+                    num_chunks,
                     CHUNKS,
                     SHIFT,
                 )
                 token = draw_from_row(
-                    logits, bitmask, ends, masses, mass, low, high, max_logit, temperature, top_k, top_p,
-                    min_p, uniform, vocabulary, chunks, CHUNK, CHUNKS, SHIFT, HAS_MASK,
+                    logits, bitmask, list_ends, masses, mass, low, high, max_logit, temperature, top_k, top_p,
+                    min_p, uniform, vocabulary_size, num_chunks, CHUNK, CHUNKS, SHIFT, HAS_MASK,
                 )  # fmt: skip
         else:
             token = draw_from_chunks(
-                logits, bitmask, ends, masses, max_logit, temperature, min_p, uniform, 0, 0, 0.0, 0.0, 0.0,
-                vocabulary, chunks, CHUNK, CHUNKS, SHIFT, False, HAS_MASK,
+                logits, bitmask, list_ends, masses, max_logit, temperature, min_p, uniform, 0, 0, 0.0, 0.0,
+                0.0, vocabulary_size, num_chunks, CHUNK, CHUNKS, SHIFT, False, HAS_MASK,
             )  # fmt: skip
     tl.store(out + row, tl.where(is_valid, token, -1).to(tl.int64))

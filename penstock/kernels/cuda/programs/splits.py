@@ -33,20 +33,20 @@ def split_range(
 
     With a SPLIT of 0, the keys that the rows of the sequence see are divided evenly, in tiles of KEYS keys.
     """
-    base = sequence * 0
-    size = base + SPLIT
+    first_split_key = sequence * 0
+    keys_per_split = first_split_key + SPLIT
     if SPLIT == 0:
         length = tl.load(lengths + sequence)
         if HAS_WINDOW:
             num_rows = tl.load(row_offsets + sequence + 1) - tl.load(row_offsets + sequence)
-            base = first_key(length - num_rows, window, IS_CHUNKED) // KEYS * KEYS
-        num_tiles = (length - base + KEYS - 1) // KEYS
-        size = (num_tiles + num_splits - 1) // num_splits * KEYS
-    return base, size
+            first_split_key = first_key(length - num_rows, window, IS_CHUNKED) // KEYS * KEYS
+        num_tiles = (length - first_split_key + KEYS - 1) // KEYS
+        keys_per_split = (num_tiles + num_splits - 1) // num_splits * KEYS
+    return first_split_key, keys_per_split
 
 
 @triton.jit
-def merge_partial(max_score, sum_exp, out, other_max, other_sum_exp, other_out):
+def merge_partial(max_score, sum_exp, sums, other_max, other_sum_exp, other_sums):
     """Return the merged partial softmax of two splits.
 
     The arguments ``other_...`` belong to the split with later keys. `fma` is called explicitly, so that all
@@ -57,13 +57,13 @@ def merge_partial(max_score, sum_exp, out, other_max, other_sum_exp, other_out):
     factor = tl.exp(max_score - base)
     other_factor = tl.exp(other_max - base)
     sum_exp = tl.fma(other_sum_exp, other_factor, sum_exp * factor)
-    factor = tl.broadcast_to(tl.expand_dims(factor, 1), out.shape)
-    other_factor = tl.broadcast_to(tl.expand_dims(other_factor, 1), out.shape)
-    return new_max, sum_exp, tl.fma(other_out, other_factor, out * factor)
+    factor = tl.broadcast_to(tl.expand_dims(factor, 1), sums.shape)
+    other_factor = tl.broadcast_to(tl.expand_dims(other_factor, 1), sums.shape)
+    return new_max, sum_exp, tl.fma(other_sums, other_factor, sums * factor)
 
 
 @triton.jit
-def divide_by_sum(max_score, sum_exp, out, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
+def divide_by_sum(max_score, sum_exp, sums, sinks, heads, is_row, HAS_SINKS: tl.constexpr):
     """Return the attention: the weighted sum of values, divided by the sum of exponentials.
 
     With sinks, the exponential of the head's sink is part of the sum.
@@ -72,8 +72,8 @@ def divide_by_sum(max_score, sum_exp, out, sinks, heads, is_row, HAS_SINKS: tl.c
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         new_max = tl.maximum(max_score, sink)
         sum_exp = sum_exp * tl.exp(max_score - new_max) + tl.exp(sink - new_max)
-        out = out * tl.exp(max_score - new_max)[:, None]
-    return out / sum_exp[:, None]
+        sums = sums * tl.exp(max_score - new_max)[:, None]
+    return sums / sum_exp[:, None]
 
 
 @triton.jit
@@ -111,32 +111,32 @@ def merge_splits(
     """
     launch_next(PDL)
     row = tl.program_id(0)
-    low_sequence = row * 0
-    high_sequence = low_sequence + num_sequences - 1
-    while low_sequence < high_sequence:
-        middle = (low_sequence + high_sequence + 1) // 2
+    sequence = row * 0
+    last_sequence = sequence + num_sequences - 1
+    while sequence < last_sequence:
+        middle = (sequence + last_sequence + 1) // 2
         is_later = tl.load(row_offsets + middle) <= row
-        low_sequence = tl.where(is_later, middle, low_sequence)
-        high_sequence = tl.where(is_later, high_sequence, middle - 1)
-    position = tl.load(lengths + low_sequence) - (tl.load(row_offsets + low_sequence + 1) - row)
+        sequence = tl.where(is_later, middle, sequence)
+        last_sequence = tl.where(is_later, last_sequence, middle - 1)
+    position = tl.load(lengths + sequence) - (tl.load(row_offsets + sequence + 1) - row)
     key_end = position + 1
     if HAS_SPANS:
         key_end = tl.maximum(key_end, tl.load(spans + row * 2 + 1))
     key_begin = position * 0
     if HAS_WINDOW:
         key_begin = first_key(position, window, IS_CHUNKED)
-    base, size = split_range(
-        low_sequence, row_offsets, lengths, window, SPLITS, KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
+    first_split_key, keys_per_split = split_range(
+        sequence, row_offsets, lengths, window, SPLITS, KEYS, SPLIT, HAS_WINDOW, IS_CHUNKED
     )
-    begin = (key_begin - base) // size
-    end = (key_end - base + size - 1) // size
+    split_begin = (key_begin - first_split_key) // keys_per_split
+    split_end = (key_end - first_split_key + keys_per_split - 1) // keys_per_split
     wait_for_previous(PDL)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = heads < num_heads
     dims = tl.arange(0, WIDTH)
     if SPLIT == 0:
         splits = tl.arange(0, SPLITS)
-        is_split = (splits >= begin) & (splits < end)
+        is_split = (splits >= split_begin) & (splits < split_end)
         offsets = (splits.to(tl.int64) * num_rows + row) * num_heads + tl.program_id(1)
         max_scores = tl.load(partial_max + offsets, mask=is_split, other=float("-inf"))
         largest = tl.max(max_scores, 0)
@@ -152,7 +152,7 @@ def merge_splits(
         max_score = tl.full([HEADS], float("-inf"), tl.float32)
         sum_exp = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, WIDTH], tl.float32)
-        for split in range(begin, end):
+        for split in range(split_begin, split_end):
             offsets = ((row.to(tl.int64) * 0 + split) * num_rows + row) * num_heads + heads
             other_max = tl.load(partial_max + offsets, mask=is_head, other=float("-inf"))
             other_sum_exp = tl.load(partial_sum_exp + offsets, mask=is_head, other=0.0)

@@ -10,25 +10,25 @@ import triton.language as tl
 
 
 @triton.jit
-def find_tile_group(starts, tile, num_groups, ROWS: tl.constexpr):
+def find_tile_group(group_starts, tile, num_groups, ROWS: tl.constexpr):
     """Return the group that owns a tile of at most ROWS rows, and the tile's first row.
 
-    Group g has the rows ``starts[g]:starts[g + 1]``. Its tiles are numbered from ``starts[g] // ROWS + g``
-    on. A group of n rows has at least ``n // ROWS + 1`` tile numbers. With this numbering, the host needs
-    only the number of rows and of groups to launch a program. A tile whose first row is not in the group is
-    empty.
+    Group g has the rows ``group_starts[g]:group_starts[g + 1]``. Its tiles are numbered from
+    ``group_starts[g] // ROWS + g`` on. A group of n rows has at least ``n // ROWS + 1`` tile numbers. With
+    this numbering, the host needs only the number of rows and of groups to launch a program. A tile whose
+    first row is not in the group is empty.
     """
-    low = tile * 0
-    high = low + num_groups - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = tl.load(starts + middle).to(tl.int32) // ROWS + middle
-        is_later = first <= tile
-        low = tl.where(is_later, middle, low)
-        high = tl.where(is_later, high, middle - 1)
-    start = tl.load(starts + low).to(tl.int32)
-    row = start + (tile - (start // ROWS + low)) * ROWS
-    return low, row
+    group_index = tile * 0
+    last_group = group_index + num_groups - 1
+    while group_index < last_group:
+        middle = (group_index + last_group + 1) // 2
+        first_tile = tl.load(group_starts + middle).to(tl.int32) // ROWS + middle
+        is_later = first_tile <= tile
+        group_index = tl.where(is_later, middle, group_index)
+        last_group = tl.where(is_later, last_group, middle - 1)
+    start = tl.load(group_starts + group_index).to(tl.int32)
+    first_row = start + (tile - (start // ROWS + group_index)) * ROWS
+    return group_index, first_row
 
 
 @triton.jit
