@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.experts import CpuExperts
-from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL_MULTIPLICATIONS
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.spans import ImageSpans
 
 _CACHE_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 2}
+"""Codes, in csrc, of the types of the KV cache that the kernels support."""
+
 _ENCODER_BLOCK_SIZE = 16
 """Tokens per block of the temporary KV cache into which `encoder_attention` copies keys and values.
 
@@ -239,7 +241,7 @@ class CpuAttention(CpuExperts):
         """
         out = self._empty(q.shape, q.dtype)
         rows, heads, dim = q.shape
-        is_long = rows * _ENCODER_BLOCK_SIZE * heads * dim > LONG_KERNEL
+        is_long = rows * _ENCODER_BLOCK_SIZE * heads * dim > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_short_attention if is_long else self._kernels.short_attention)(
             DTYPE_CODES[q.dtype],
             q.data_ptr(),
@@ -282,7 +284,7 @@ class CpuAttention(CpuExperts):
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         rows, heads, _ = q.shape
         out = self._empty(q.shape, q.dtype)
-        is_long = rows * block_tables.shape[1] * block_size * heads * dim > LONG_KERNEL
+        is_long = rows * block_tables.shape[1] * block_size * heads * dim > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_attention if is_long else self._kernels.attention)(
             DTYPE_CODES[q.dtype],
             _CACHE_DTYPE_CODES[cache.dtype],

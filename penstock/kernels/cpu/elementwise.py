@@ -259,9 +259,8 @@ class CpuElementwise(CpuAttention):
             self._report_fallback("xielu", _elementwise_conditions(x))
             return super().xielu(x, parameters)
         out = self._empty(x.shape, x.dtype)
-        p = parameters
-        factors = (p.positive, p.negative, p.slope, p.eps)
-        self._kernels.xielu(dtype_code, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *factors)
+        numbers = (parameters.positive, parameters.negative, parameters.slope, parameters.eps)
+        self._kernels.xielu(dtype_code, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], *numbers)
         return out
 
     def _apply_function(self, x: Tensor, function: int, factor: float, low: float = 0.0) -> Tensor | None:

@@ -155,8 +155,8 @@ template <class Lanes> INLINE vu load_units(const bf16* row, int64_t u, Lanes la
 INLINE vu load_units(const int8_t* row, int64_t u, FullVector, Shorts) {
   return (vu)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + 2 * u)));
 }
-INLINE vu load_units(const int8_t* row, int64_t u, PartialVector some, Shorts) {
-  return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * some.n) - 1, row + 2 * u));
+INLINE vu load_units(const int8_t* row, int64_t u, PartialVector partial, Shorts) {
+  return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * partial.num_lanes) - 1, row + 2 * u));
 }
 #endif
 

@@ -87,7 +87,7 @@ template <class T> static void depthwise_conv1d(const DepthwiseConv1d& a, const 
   });
 }
 
-static int64_t work(const DepthwiseConv1d& a) { return (ELEMENT + a.kernel_size) * a.rows * a.C; }
+static int64_t work(const DepthwiseConv1d& a) { return (ELEMENT_WORK + a.kernel_size) * a.rows * a.C; }
 static void run(const DepthwiseConv1d& a, const Team& team) { WITH_TYPE(a.type, T, depthwise_conv1d<T>(a, team)); }
 KERNEL(depthwise_conv1d, DepthwiseConv1d)
 
@@ -112,7 +112,7 @@ template <class T> static void snake(const Snake& a, const Team& team) {
   });
 }
 
-static int64_t work(const Snake& a) { return 5 * ELEMENT * a.n * a.F; }
+static int64_t work(const Snake& a) { return 5 * ELEMENT_WORK * a.n * a.F; }
 static void run(const Snake& a, const Team& team) { WITH_TYPE(a.type, T, snake<T>(a, team)); }
 KERNEL(snake, Snake)
 
@@ -135,7 +135,7 @@ template <class T> static void add_scaled(const AddScaled& a, const Team& team) 
   });
 }
 
-static int64_t work(const AddScaled& a) { return ELEMENT * a.n * a.F; }
+static int64_t work(const AddScaled& a) { return ELEMENT_WORK * a.n * a.F; }
 static void run(const AddScaled& a, const Team& team) { WITH_TYPE(a.type, T, add_scaled<T>(a, team)); }
 KERNEL(add_scaled, AddScaled)
 
@@ -175,7 +175,7 @@ template <class T> static void group_norm(const GroupNorm& a, const Team& team) 
   });
 }
 
-static int64_t work(const GroupNorm& a) { return 3 * ELEMENT * a.n * a.C; }
+static int64_t work(const GroupNorm& a) { return 3 * ELEMENT_WORK * a.n * a.C; }
 static void run(const GroupNorm& a, const Team& team) { WITH_TYPE(a.type, T, group_norm<T>(a, team)); }
 KERNEL(group_norm, GroupNorm)
 
@@ -205,7 +205,7 @@ template <class T> static void polar(const Polar& a, const Team& team) {
   });
 }
 
-static int64_t work(const Polar& a) { return 12 * ELEMENT * a.n * a.F; }
+static int64_t work(const Polar& a) { return 12 * ELEMENT_WORK * a.n * a.F; }
 static void run(const Polar& a, const Team& team) { WITH_TYPE(a.type, T, polar<T>(a, team)); }
 KERNEL(polar, Polar)
 
@@ -215,7 +215,7 @@ struct OverlapAdd {  // frames [n, size], rows strided: one sequence; squares [s
   int64_t n, size, hop, stride;  // size is a multiple of hop
 };
 
-static int64_t work(const OverlapAdd& a) { return 2 * ELEMENT * a.n * a.size; }
+static int64_t work(const OverlapAdd& a) { return 2 * ELEMENT_WORK * a.n * a.size; }
 static void run(const OverlapAdd& a, const Team& team) {
   const int64_t drop = (a.size - a.hop) / 2, overlap = a.size / a.hop;
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {

@@ -5,7 +5,7 @@ template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
   const vf squares = sum_of_vectors(E, ADD_VECTOR {
     const vf v = load(x + i, lanes);
-    return fma(v, v, added);
+    return fma(v, v, sum_so_far);
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
@@ -33,7 +33,7 @@ template <class T, class TW> static void rms_norm(const RmsNorm& a, const Team& 
   });
 }
 
-static int64_t work(const RmsNorm& a) { return ELEMENT * a.n0 * a.n1 * a.E; }
+static int64_t work(const RmsNorm& a) { return ELEMENT_WORK * a.n0 * a.n1 * a.E; }
 static void run(const RmsNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a, team)));
 }
@@ -58,7 +58,7 @@ template <class T, class TW> static void add_rms_norm(const AddRmsNorm& a, const
   });
 }
 
-static int64_t work(const AddRmsNorm& a) { return ELEMENT * a.n * a.E; }
+static int64_t work(const AddRmsNorm& a) { return ELEMENT_WORK * a.n * a.E; }
 static void run(const AddRmsNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_rms_norm<T, TW>(a, team)));
 }
@@ -123,7 +123,7 @@ template <class T, class Activation> static void gate(const GatedActivation& a, 
   });
 }
 
-static int64_t work(const GatedActivation& a) { return 8 * ELEMENT * a.n * a.F; }
+static int64_t work(const GatedActivation& a) { return 8 * ELEMENT_WORK * a.n * a.F; }
 static void run(const GatedActivation& a, const Team& team) {
   WITH_TYPE(a.type, T, {
     if (a.activation == 0) gate<T, Silu>(a, team);
@@ -142,7 +142,7 @@ struct TakeRows {  // copies the rows `indices` [n] of table [rows, bytes] to ou
   int64_t n, rows, bytes, stride;
 };
 
-static int64_t work(const TakeRows& a) { return ELEMENT * a.n * a.bytes; }
+static int64_t work(const TakeRows& a) { return ELEMENT_WORK * a.n * a.bytes; }
 // Reports the position of an index outside 0:rows with `fail`. The output row of such an index becomes 0.
 static void run(const TakeRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
@@ -168,7 +168,7 @@ struct PutRows {
   int64_t n, count, bytes, x_stride, values_stride;
 };
 
-static int64_t work(const PutRows& a) { return ELEMENT * a.n * a.bytes; }
+static int64_t work(const PutRows& a) { return ELEMENT_WORK * a.n * a.bytes; }
 // Reports the position of an index outside 0:n with `fail`. The values of such an index are not stored.
 static void run(const PutRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
@@ -194,11 +194,11 @@ struct LayerNorm {
 
 template <class T, class TW, class TO>
 INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, TO* out, int64_t E, float eps) {
-  const vf total = sum_of_vectors(E, ADD_VECTOR { return added + load(x + i, lanes); });
+  const vf total = sum_of_vectors(E, ADD_VECTOR { return sum_so_far + load(x + i, lanes); });
   const vf mean = all(sum(total) / (float)E);
   const vf squares = sum_of_vectors(E, ADD_VECTOR {
     const vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
-    return fma(distance, distance, added);
+    return fma(distance, distance, sum_so_far);
   });
   const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
@@ -217,7 +217,7 @@ template <class T, class TW> static void layer_norm(const LayerNorm& a, const Te
   });
 }
 
-static int64_t work(const LayerNorm& a) { return 2 * ELEMENT * a.n0 * a.n1 * a.E; }
+static int64_t work(const LayerNorm& a) { return 2 * ELEMENT_WORK * a.n0 * a.n1 * a.E; }
 static void run(const LayerNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm<T, TW>(a, team)));
 }
@@ -242,7 +242,7 @@ template <class T, class TW> static void add_layer_norm(const AddLayerNorm& a, c
   });
 }
 
-static int64_t work(const AddLayerNorm& a) { return 3 * ELEMENT * a.n * a.E; }
+static int64_t work(const AddLayerNorm& a) { return 3 * ELEMENT_WORK * a.n * a.E; }
 static void run(const AddLayerNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_layer_norm<T, TW>(a, team)));
 }
@@ -267,7 +267,7 @@ template <class T, class TW> static void layer_norm_of_sum(const LayerNormOfSum&
   });
 }
 
-static int64_t work(const LayerNormOfSum& a) { return 3 * ELEMENT * a.n * a.E; }
+static int64_t work(const LayerNormOfSum& a) { return 3 * ELEMENT_WORK * a.n * a.E; }
 static void run(const LayerNormOfSum& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm_of_sum<T, TW>(a, team)));
 }
@@ -292,7 +292,7 @@ template <class T, class Function> static void combine(const Operands& a, const 
   });
 }
 
-static int64_t work(const Operands& a) { return ELEMENT * a.n * a.F; }
+static int64_t work(const Operands& a) { return ELEMENT_WORK * a.n * a.F; }
 static void run(const Add& a, const Team& team) {
   WITH_TYPE(a.type, T, combine<T>(a, team, [](vf x, vf y) __attribute__((always_inline)) { return x + y; }));
 }
@@ -323,7 +323,7 @@ INLINE void apply_function(const ApplyFunction& a, const Team& team, Function fu
 }
 
 static int64_t work(const ApplyFunction& a) {
-  return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F;
+  return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT_WORK * a.n * a.F;
 }
 static void run(const ApplyFunction& a, const Team& team) {
   const float factor = (float)a.factor, low = (float)a.low;
@@ -366,7 +366,7 @@ template <class T> static void xielu(const Xielu& a, const Team& team) {
   });
 }
 
-static int64_t work(const Xielu& a) { return 8 * ELEMENT * a.n * a.F; }
+static int64_t work(const Xielu& a) { return 8 * ELEMENT_WORK * a.n * a.F; }
 static void run(const Xielu& a, const Team& team) { WITH_TYPE(a.type, T, xielu<T>(a, team)); }
 KERNEL(xielu, Xielu)
 
@@ -395,6 +395,6 @@ template <class T> static void clamped_swiglu(const ClampedSwiGLU& a, const Team
   });
 }
 
-static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT * a.n * a.F; }
+static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT_WORK * a.n * a.F; }
 static void run(const ClampedSwiGLU& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swiglu<T>(a, team)); }
 KERNEL(clamped_swiglu, ClampedSwiGLU)

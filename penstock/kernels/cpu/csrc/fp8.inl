@@ -247,7 +247,7 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
   __builtin_memset(table + num_scales, 0, (groups * PANEL - num_scales) * 4);
 }
 
-static int64_t work(const PackCodes& a) { return a.N * a.K * ELEMENT; }
+static int64_t work(const PackCodes& a) { return a.N * a.K * ELEMENT_WORK; }
 static void run(const PackCodes& a, const Team& team) {
   over_pieces(team, ceil_div(a.N, PANEL), [&](int64_t panel) {
     if (a.encoding == 5) pack_codes<4>(a, panel);

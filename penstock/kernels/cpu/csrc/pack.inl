@@ -270,7 +270,7 @@ template <> void pack_panel<int8_t>(const Pack& a, int64_t panel) {
   }
 }
 
-static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding >= 3 ? 100 : ELEMENT); }
+static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding >= 3 ? 100 : ELEMENT_WORK); }
 
 static void run(const Pack& a, const Team& team) {
   over_pieces(team, ceil_div(a.N, PANEL), [&](int64_t panel) {

@@ -23,6 +23,6 @@ template <class T> static void sequence_means(const SequenceMeans& a, const Team
   });
 }
 
-static int64_t work(const SequenceMeans& a) { return a.B ? ELEMENT * a.offsets[a.B] * a.E : 0; }
+static int64_t work(const SequenceMeans& a) { return a.B ? ELEMENT_WORK * a.offsets[a.B] * a.E : 0; }
 static void run(const SequenceMeans& a, const Team& team) { WITH_TYPE(a.type, T, sequence_means<T>(a, team)); }
 KERNEL(sequence_means, SequenceMeans)

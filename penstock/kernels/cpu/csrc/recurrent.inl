@@ -56,7 +56,7 @@ template <class T> static void short_convolution(const ShortConvolution& a, cons
 }
 
 static int64_t work(const ShortConvolution& a) {
-  return a.B ? (8 + a.K) * ELEMENT * a.row_offsets[a.B] * a.C : 0;
+  return a.B ? (8 + a.K) * ELEMENT_WORK * a.row_offsets[a.B] * a.C : 0;
 }
 static void run(const ShortConvolution& a, const Team& team) { WITH_TYPE(a.type, T, short_convolution<T>(a, team)); }
 KERNEL(short_convolution, ShortConvolution)
@@ -78,7 +78,7 @@ struct GatedDeltaRule {
 template <class T> INLINE void normalize(const T* x, float* out, int64_t D, float scale) {
   const vf squares = sum_of_vectors(D, ADD_VECTOR {
     const vf v = load(x + i, lanes);
-    return fma(v, v, added);
+    return fma(v, v, sum_so_far);
   });
   const vf factor = all(scale / __builtin_sqrtf(sum(squares) + 1e-6f));
   for_vectors(D, EACH_VECTOR { store(out + i, load(x + i, lanes) * factor, lanes); });
@@ -175,6 +175,6 @@ template <class T> static void apply_gate(const ApplyGate& a, const Team& team) 
   });
 }
 
-static int64_t work(const ApplyGate& a) { return 8 * ELEMENT * a.n0 * a.n1 * a.D; }
+static int64_t work(const ApplyGate& a) { return 8 * ELEMENT_WORK * a.n0 * a.n1 * a.D; }
 static void run(const ApplyGate& a, const Team& team) { WITH_TYPE(a.type, T, apply_gate<T>(a, team)); }
 KERNEL(apply_gate, ApplyGate)

@@ -61,6 +61,6 @@ template <class T> static void rotary(const Rotary& a, const Team& team) {
   });
 }
 
-static int64_t work(const Rotary& a) { return ELEMENT * a.n * (a.H + a.K) * a.D; }
+static int64_t work(const Rotary& a) { return ELEMENT_WORK * a.n * (a.H + a.K) * a.D; }
 static void run(const Rotary& a, const Team& team) { WITH_TYPE(a.type, T, rotary<T>(a, team)); }
 KERNEL(rotary, Rotary)

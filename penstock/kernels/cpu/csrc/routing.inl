@@ -45,7 +45,7 @@ template <class T> static void route(const Route& a, const Team& team) {
         vf logit = load(logits + i, lanes);
         store(unselected + i, logit, lanes);
         store(wide_logits + i, logit, lanes);
-        maxima = vmax(maxima, visible_lanes(logit, lanes));
+        maxima = vmax(maxima, filled_for_maximum(logit, lanes));
       });
       const float top = largest(maxima);
       if (a.rule == 0)
@@ -61,7 +61,7 @@ template <class T> static void route(const Route& a, const Team& team) {
   });
 }
 
-static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); }
+static int64_t work(const Route& a) { return ELEMENT_WORK * a.n * a.N * (a.top + 4); }
 static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
 KERNEL(route, Route)
 
@@ -105,7 +105,7 @@ template <class T> static void route_scores(const RouteScores& a, const Team& te
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;
       vf maxima = all(REMOVED), totals = {};
-      for_vectors(a.N, EACH_VECTOR { maxima = vmax(maxima, visible_lanes(load(logits + i, lanes), lanes)); });
+      for_vectors(a.N, EACH_VECTOR { maxima = vmax(maxima, filled_for_maximum(load(logits + i, lanes), lanes)); });
       const float top = a.is_sigmoid ? 0 : largest(maxima);
       for_vectors(a.N, EACH_VECTOR {
         vf logit = load(logits + i, lanes);
@@ -132,7 +132,7 @@ template <class T> static void route_scores(const RouteScores& a, const Team& te
   });
 }
 
-static int64_t work(const RouteScores& a) { return ELEMENT * a.n * a.N * (a.top + 8); }
+static int64_t work(const RouteScores& a) { return ELEMENT_WORK * a.n * a.N * (a.top + 8); }
 static void run(const RouteScores& a, const Team& team) { WITH_TYPE(a.type, T, route_scores<T>(a, team)); }
 KERNEL(route_scores, RouteScores)
 
@@ -170,7 +170,7 @@ template <class T> static void route_sparse_mixer(const RouteSparseMixer& a, con
   });
 }
 
-static int64_t work(const RouteSparseMixer& a) { return 2 * ELEMENT * a.n * a.N * a.top; }
+static int64_t work(const RouteSparseMixer& a) { return 2 * ELEMENT_WORK * a.n * a.N * a.top; }
 static void run(const RouteSparseMixer& a, const Team& team) { WITH_TYPE(a.type, T, route_sparse_mixer<T>(a, team)); }
 KERNEL(route_sparse_mixer, RouteSparseMixer)
 
@@ -193,7 +193,7 @@ template <class T, class TF> static void scale_rows(const ScaleRows& a, const Te
   });
 }
 
-static int64_t work(const ScaleRows& a) { return ELEMENT * a.n * a.F; }
+static int64_t work(const ScaleRows& a) { return ELEMENT_WORK * a.n * a.F; }
 static void run(const ScaleRows& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.factor_type, TF, scale_rows<T, TF>(a, team)));
 }
@@ -215,6 +215,6 @@ template <class T> static void widen_rows(const Widen& a, const Team& team) {
   });
 }
 
-static int64_t work(const Widen& a) { return ELEMENT * a.n * a.F; }
+static int64_t work(const Widen& a) { return ELEMENT_WORK * a.n * a.F; }
 static void run(const Widen& a, const Team& team) { WITH_TYPE(a.type, T, widen_rows<T>(a, team)); }
 KERNEL(widen, Widen)

@@ -204,7 +204,7 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
       score = allowed != 0 ? score : masked;
     }
     store(scores + i, score, lanes);
-    maxima = vmax(maxima, visible_lanes(score, lanes));
+    maxima = vmax(maxima, filled_for_maximum(score, lanes));
   });
   return largest(as_float((vu)is_bad & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(maxima);
 }
@@ -268,7 +268,7 @@ struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; oth
   int64_t* tokens;
 };
 
-static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT * a.R * a.V : 0; }
+static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT_WORK * a.R * a.V : 0; }
 static void run(const Sample& a, const Team& team) {
   over_pieces(team, a.R, [=](int64_t r) {
     SamplingRule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};

@@ -41,7 +41,7 @@ template <class T, class TC> static void store_kv(const StoreKV& a, const Team& 
   });
 }
 
-static int64_t work(const StoreKV& a) { return ELEMENT * a.n * 2 * a.K * a.D; }
+static int64_t work(const StoreKV& a) { return ELEMENT_WORK * a.n * 2 * a.K * a.D; }
 static void run(const StoreKV& a, const Team& team) {
   WITH_TYPE(a.type, T, {
     if (a.cache_type == 0) store_kv<T, float>(a, team);
