@@ -21,8 +21,8 @@ struct Region {
 };
 
 struct RankControl {
-  int64_t published;  // number of the last published message
-  int32_t num_sleepers;   // number of ranks that sleep until `published` changes
+  int64_t published;     // number of the last published message
+  int32_t num_sleepers;  // number of ranks that sleep until `published` changes
   int32_t padding[13];
 };
 
@@ -105,7 +105,7 @@ static void over_blocks(Region* region, int64_t rank, int64_t rows, int64_t widt
   int64_t message = rank_control(region, rank).published;
   for (int64_t row = 0; row < rows; row += block_rows)
     for (int64_t column = 0; column < width; column += block_columns)
-      if (!body(row, min(block_rows, rows - row), column, min(block_columns, width - first_column), ++message)) return;
+      if (!body(row, min(block_rows, rows - row), column, min(block_columns, width - column), ++message)) return;
 }
 
 struct AllReduce {  // x [rows, width], rows strided; out [rows, width] contiguous: the sum over the ranks

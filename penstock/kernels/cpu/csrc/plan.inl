@@ -9,8 +9,8 @@ struct PlanOperation {
 // another process uses one of the cores, all threads wait milliseconds at every barrier for the thread of that core. A
 // single thread does not wait, so plans then run on one thread for a period.
 struct CoreContention {
-  int64_t alone_until;  // ns, monotonic clock: plans run on one thread until this time
-  int64_t last_alone_period;        // ns: length of the last single-threaded period; 0 after a run without contention
+  int64_t alone_until;        // ns, monotonic clock: plans run on one thread until this time
+  int64_t last_alone_period;  // ns: length of the last single-threaded period; 0 after a run without contention
 };
 
 constexpr int64_t MAX_LOOKAHEAD = 8;    // maximum number of operations in which `next_read` searches
@@ -103,7 +103,7 @@ struct LoopArguments {
   const int64_t* stop_tokens;  // [rows, num_stop_tokens]: tokens that end a row; padded with -1
   int64_t num_stop_tokens;
   int64_t* sampled_tokens;  // [num_steps, rows]
-  int64_t num_steps_run;        // number of steps that ran; below num_steps if all rows ended or an operation failed
+  int64_t num_steps_run;    // number of steps that ran; below num_steps if all rows ended or an operation failed
 };
 
 // Stores the tokens of a step. Returns whether any row continues. A row whose sampling failed has the token -1. It

@@ -17,31 +17,31 @@ struct ShortConvolution {
   const int64_t *slots, *saves;
   const int32_t *row_offsets, *lengths;
   void* out;
-  int64_t B, C, K, stride;
+  int64_t B, C, K, x_stride;
 };
 
 // Computes all rows of one sequence for one vector of channels, which begins at `channel`.
 template <class T, class L> INLINE void convolve(const ShortConvolution& a, int64_t b, int64_t channel, L lanes) {
-  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, previous = a.K - 1;
-  T* state = (T*)a.inputs + a.slots[b] * previous * a.C + channel;
-  const T* x = (const T*)a.x + first * a.stride + channel;
+  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, num_previous = a.K - 1;
+  T* state = (T*)a.inputs + a.slots[b] * num_previous * a.C + channel;
+  const T* x = (const T*)a.x + first * a.x_stride + channel;
   T* out = (T*)a.out + first * a.C + channel;
   const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
   vf window[MAX_WIDTH], weight[MAX_WIDTH];  // window: the last K - 1 inputs, oldest first, and the current input
-  for (int64_t j = 0; j < previous; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
+  for (int64_t j = 0; j < num_previous; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
   for (int64_t j = 0; j < a.K; j++) weight[j] = load(a.weight + j * a.C + channel, lanes);
   for (int64_t t = 0; t < count; t++) {
-    window[previous] = load(x + t * a.stride, lanes);
+    window[num_previous] = load(x + t * a.x_stride, lanes);
     vf total = window[0] * weight[0];
     for (int64_t j = 1; j < a.K; j++) total = fma(window[j], weight[j], total);
     store(out + t * a.C, total * sigmoid(total), lanes);
-    for (int64_t j = 0; j < previous; j++) window[j] = window[j + 1];
+    for (int64_t j = 0; j < num_previous; j++) window[j] = window[j + 1];
     for (int64_t i = 0; i < NUM_SAVES; i++)
       if (saves[2 * i] == t + 1)
-        for (int64_t j = 0; j < previous; j++)
-          store((T*)a.inputs + (saves[2 * i + 1] * previous + j) * a.C + channel, window[j], lanes);
+        for (int64_t j = 0; j < num_previous; j++)
+          store((T*)a.inputs + (saves[2 * i + 1] * num_previous + j) * a.C + channel, window[j], lanes);
   }
-  for (int64_t j = 0; j < previous; j++) store(state + j * a.C, window[j], lanes);
+  for (int64_t j = 0; j < num_previous; j++) store(state + j * a.C, window[j], lanes);
 }
 
 template <class T> static void short_convolution(const ShortConvolution& a, const Team& team) {
@@ -99,9 +99,9 @@ INLINE void update_columns(float* state, const float* q, const float* k, const T
   for (int64_t d = 0; d < D; d++)
 #pragma GCC unroll 4
     for (int i = 0; i < V; i++) {
-      const vf s = fma(all(k[d]), change[i], load(state + d * F + i * W, lanes) * decay);
-      store(state + d * F + i * W, s, lanes);
-      result[i] = fma(s, all(q[d]), result[i]);
+      const vf new_state = fma(all(k[d]), change[i], load(state + d * F + i * W, lanes) * decay);
+      store(state + d * F + i * W, new_state, lanes);
+      result[i] = fma(new_state, all(q[d]), result[i]);
     }
 #pragma GCC unroll 4
   for (int i = 0; i < V; i++) store(out + i * W, result[i], lanes);
@@ -110,7 +110,7 @@ INLINE void update_columns(float* state, const float* q, const float* k, const T
 // Computes all rows of head h of sequence b, for the columns `begin` to `end` of the state.
 template <class T> static void delta_rule_of_head(const GatedDeltaRule& a, int64_t b, int64_t h, int64_t begin,
                                                   int64_t end) {
-  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, key = h / (a.H / a.K) * a.D;
+  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, key_offset = h / (a.H / a.K) * a.D;
   float* state = a.states + (a.slots[b] * a.H + h) * a.D * a.F;
   const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
   float q[MAX_KEY_DIM], k[MAX_KEY_DIM];
@@ -118,8 +118,8 @@ template <class T> static void delta_rule_of_head(const GatedDeltaRule& a, int64
     for (int64_t d = 0; d < a.D; d++) __builtin_memset(state + d * a.F + begin, 0, (end - begin) * sizeof(float));
   for (int64_t t = first; t < first + count; t++) {
     const T *row = (const T*)a.qkv + t * a.qkv_stride, *gates = (const T*)a.gates + t * a.gates_stride;
-    normalize(row + key, q, a.D, 1 / __builtin_sqrtf((float)a.D));
-    normalize(row + a.K * a.D + key, k, a.D, 1);
+    normalize(row + key_offset, q, a.D, 1 / __builtin_sqrtf((float)a.D));
+    normalize(row + a.K * a.D + key_offset, k, a.D, 1);
     const float rate = 1 / (1 + __builtin_expf(-widen(gates[h])));
     const float decay = __builtin_expf(-a.decay[h] * softplus(widen(gates[a.H + h]) + a.decay[a.H + h]));
     const T* v = row + 2 * a.K * a.D + h * a.F;
@@ -154,18 +154,20 @@ static int64_t work(const GatedDeltaRule& a) { return 4 * a.T * a.H * a.D * a.F;
 static void run(const GatedDeltaRule& a, const Team& team) { WITH_TYPE(a.type, T, gated_delta_rule<T>(a, team)); }
 KERNEL(gated_delta_rule, GatedDeltaRule)
 
-struct ApplyGate {  // x [n0, n1, D] with strides x0, x1; gate [n0, n1, D] with strides g0, g1; out contiguous
+// x [n0, n1, D] with strides x_stride0, x_stride1; gate [n0, n1, D] with strides gate_stride0, gate_stride1; out
+// contiguous.
+struct ApplyGate {
   int64_t type, function;  // function: 0 sigmoid, 1 SiLU
   const void *x, *gate;
   void* out;
-  int64_t n0, n1, D, x0, x1, g0, g1;
+  int64_t n0, n1, D, x_stride0, x_stride1, gate_stride0, gate_stride1;
 };
 
 template <class T> static void apply_gate(const ApplyGate& a, const Team& team) {
   over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
-      const T* x = (const T*)a.x + row / a.n1 * a.x0 + row % a.n1 * a.x1;
-      const T* gates = (const T*)a.gate + row / a.n1 * a.g0 + row % a.n1 * a.g1;
+      const T* x = (const T*)a.x + row / a.n1 * a.x_stride0 + row % a.n1 * a.x_stride1;
+      const T* gates = (const T*)a.gate + row / a.n1 * a.gate_stride0 + row % a.n1 * a.gate_stride1;
       T* out = (T*)a.out + row * a.D;
       for_vectors(a.D, EACH_VECTOR {
         const vf gate = load(gates + i, lanes);

@@ -6,15 +6,15 @@ constexpr int64_t SPIN_TIME = 200000;
 
 // State shared by the threads of a team, on the stack of the thread that opened the parallel region.
 struct TeamState {
-  alignas(64) int32_t num_arrived;  // number of threads at the barrier
-  int32_t num_sleepers;                // number of threads that sleep at the barrier
-  alignas(64) int32_t generation;  // number of barriers passed, modulo 2^32; threads wait for it to change
-  alignas(64) int64_t num_assigned;        // number of pieces of work that were assigned dynamically, see `over_pieces`
+  alignas(64) int32_t num_arrived;   // number of threads at the barrier
+  int32_t num_sleepers;              // number of threads that sleep at the barrier
+  alignas(64) int32_t generation;    // number of barriers passed, modulo 2^32; threads wait for it to change
+  alignas(64) int64_t num_assigned;  // number of pieces of work that were assigned dynamically, see `over_pieces`
   // For `share`, indexed by generation & 1, because a slow thread may still read the previous pointer.
   alignas(64) void* shared_pointers[2];
-  int64_t failure;                  // what the first call of `fail` stored; -1: not called
-  int64_t wait_time;                  // ns that thread 0 waited at those barriers at which it slept
-  int64_t last_parallel;           // index of the last operation of a plan that all threads run; -1: no such limit
+  int64_t failure;        // what the first call of `fail` stored; -1: not called
+  int64_t wait_time;      // ns that thread 0 waited at those barriers at which it slept
+  int64_t last_parallel;  // index of the last operation of a plan that all threads run; -1: no such limit
 };
 
 INLINE int64_t nanoseconds() {
@@ -42,8 +42,8 @@ struct PrefetchRange {
   }
 };
 
-// Waits until the generation differs from `old_generation`, and prefetches `range`. Returns the waiting time in ns; 0 if
-// the thread did not have to sleep.
+// Waits until the generation differs from `old_generation`, and prefetches `range`. Returns the waiting time in ns; 0
+// if the thread did not have to sleep.
 static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old_generation,
                                                              PrefetchRange& range) {
   const int64_t begin_time = nanoseconds();
