@@ -189,8 +189,8 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     }
   });
   team.barrier();
-  const Linear gate_up = {a.gate_up_encoding, a.type,       memory.x, a.E,    nullptr,   nullptr, nullptr, nullptr,
-                          memory.gates,       2 * a.F, num_pairs,   2 * a.F, a.E,     0};
+  const Linear gate_up = {a.gate_up_encoding, a.type,  memory.x,  a.E,     nullptr, nullptr, nullptr, nullptr,
+                          memory.gates,       2 * a.F, num_pairs, 2 * a.F, a.E,     0};
   multiply_jobs(a, gate_up, 0, memory.max_pairs, jobs, num_jobs, team);
   team.barrier();
   over_rows(team, num_pairs, [&](int64_t begin, int64_t end) {
@@ -204,7 +204,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   });
   team.barrier();
   const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr, nullptr,
-                       memory.y,        a.E,    num_pairs,           a.E, a.F,     0};
+                       memory.y,        a.E,    num_pairs,        a.E, a.F,     0};
   multiply_jobs(a, down, 1, memory.max_pairs, jobs, num_jobs, team);
   team.barrier();
   const bool is_last_round = first_pair + num_pairs == memory.ends[a.num_experts - 1];

@@ -173,8 +173,8 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int
       for (int64_t group = from, run_groups; group < to; group += run_groups) {
         const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
         run_groups = P::IN_PLACE && !is_wide && inputs == FP8_GROUP ? min(to, a.K / FP8_GROUP) - group : 1;
-        Fp8Tile<P> tile = {x,   FP8_GROUP, panel_codes + group * FP8_GROUP_BYTES, wide, ceil_div(inputs, 4), group,
-                           run_groups, scales,    sums + row * PANEL};
+        Fp8Tile<P> tile = {x,     FP8_GROUP,  panel_codes + group * FP8_GROUP_BYTES, wide, ceil_div(inputs, 4),
+                           group, run_groups, scales, sums + row * PANEL};
         const bf16* rows_of_group = (const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP;
         set_fp8_inputs(tile, rows_of_group, a.x_stride, height, inputs, x);
         if (is_wide) multiply_fp8_tile<P, true>(tile, height);

@@ -218,9 +218,9 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   if (store_if_degenerate(top, n, integers, scale)) return 0;
   const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
-  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `lane_maxima` has
-  // the largest magnitude of each lane, so at least W numbers are not below the minimum of `lane_maxima`. Collecting
-  // these numbers is enough, because MAX_EXTRAS is below W.
+  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `lane_maxima`
+  // has the largest magnitude of each lane, so at least W numbers are not below the minimum of `lane_maxima`.
+  // Collecting these numbers is enough, because MAX_EXTRAS is below W.
   static_assert(MAX_EXTRAS < W);
   LargestNumbers large;
   if (large.collect(x, n, ~largest(~lane_maxima))) {
