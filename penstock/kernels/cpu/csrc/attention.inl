@@ -137,12 +137,12 @@ static void merge_partial(PartialSoftmax& sums, const PartialSoftmax& next, int6
   const float masked = -__builtin_inff();
   for (int64_t m = 0; m < M; m++) {
     if (next.max_score[m] == masked) continue;
-    float top = max(sums.max_score[m], next.max_score[m]);
+    float new_max = max(sums.max_score[m], next.max_score[m]);
     // If all keys of the earlier chunks are masked, their factor is 0.
-    vf factor = sums.max_score[m] == masked ? vf{} : exp(all(sums.max_score[m] - top));
-    vf next_factor = exp(all(next.max_score[m] - top));
+    vf factor = sums.max_score[m] == masked ? vf{} : exp(all(sums.max_score[m] - new_max));
+    vf next_factor = exp(all(next.max_score[m] - new_max));
     auto add = [&](float* to, const float* from) { store(to, load(to) * factor + load(from) * next_factor); };
-    sums.max_score[m] = top;
+    sums.max_score[m] = new_max;
     add(sums.sum_exp + m * W, next.sum_exp + m * W);
     for (int64_t i = 0; i < Dp; i += W) add(sums.out + m * Dp + i, next.out + m * Dp + i);
   }
@@ -151,10 +151,10 @@ static void merge_partial(PartialSoftmax& sums, const PartialSoftmax& next, int6
 // Calls body(m, row, head) for the queries m of an item. `row` counts from the item's first row. `head` is the number
 // of the query head in the layer.
 template <class Body> INLINE void for_each_query(const Attention& a, const Item& item, Body body) {
-  const int64_t first = item.kv_head * (a.H / a.K) + item.first_head;
+  const int64_t first_head = item.kv_head * (a.H / a.K) + item.first_head;
   int64_t m = 0;
   for (int64_t row = 0; row < item.rows; row++)
-    for (int64_t head = first; head < first + item.heads; head++) body(m++, row, head);
+    for (int64_t head = first_head; head < first_head + item.heads; head++) body(m++, row, head);
 }
 
 // Divides the weighted sums of values of an item by the sums of exponentials, including the sinks, and stores the
@@ -172,9 +172,9 @@ static void store_results(const Attention& a, const Item& item, const PartialSof
   for_each_query(a, item, [&](int64_t m, int64_t row, int64_t head) __attribute__((always_inline)) {
     float shrink_factor = 1, total = totals[m];
     if (a.sinks) {
-      float top = max(sums.max_score[m], a.sinks[head]);
-      shrink_factor = exp(all(sums.max_score[m] - top))[0];
-      total = total * shrink_factor + exp(all(a.sinks[head] - top))[0];
+      float max_score = max(sums.max_score[m], a.sinks[head]);
+      shrink_factor = exp(all(sums.max_score[m] - max_score))[0];
+      total = total * shrink_factor + exp(all(a.sinks[head] - max_score))[0];
     }
     TQ* out = (TQ*)a.out + ((item.first_row + row) * a.H + head) * a.D;
     const float *weighted_sums = sums.out + m * Dp, factor = shrink_factor / total;
@@ -234,10 +234,10 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   PackedOperands<P> packed(own_memory + 2 * partial_floats, M, D, Dp);
   over_pieces(team, items.num_items * chunks, [&](int64_t task) {
     Item item = find_item(a, items, task / chunks), next_item;
-    int64_t first = item.begin_key / CHUNK, last = (item.end_key - 1) / CHUNK;
+    int64_t first_chunk = item.begin_key / CHUNK, last_chunk = (item.end_key - 1) / CHUNK;
     if (is_split) {
-      int64_t chunk = first + task % chunks;
-      if (chunk > last) return;
+      int64_t chunk = first_chunk + task % chunks;
+      if (chunk > last_chunk) return;
       pack_queries<P, TQ>(a, item, packed);
       PartialSoftmax task_sums(partials + task * partial_floats, M, Dp);
       attend_chunk<P, TC>(a, item, packed, task_sums, chunk);
@@ -249,8 +249,8 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
       item.next = &next_item;
     }
     pack_queries<P, TQ>(a, item, packed);
-    attend_chunk<P, TC>(a, item, packed, sums, first);
-    for (int64_t chunk = first + 1; chunk <= last; chunk++) {
+    attend_chunk<P, TC>(a, item, packed, sums, first_chunk);
+    for (int64_t chunk = first_chunk + 1; chunk <= last_chunk; chunk++) {
       attend_chunk<P, TC>(a, item, packed, next_sums, chunk);
       merge_partial(sums, next_sums, item.rows * item.heads, Dp);
     }
@@ -258,12 +258,12 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   });
   if (!is_split) return;
   team.barrier();
-  over_pieces(team, items.num_items, [&](int64_t number) {
-    Item item = find_item(a, items, number);
-    int64_t count = (item.end_key - 1) / CHUNK - item.begin_key / CHUNK + 1;
-    PartialSoftmax merged(partials + number * chunks * partial_floats, M, Dp);
-    for (int64_t i = 1; i < count; i++) {
-      PartialSoftmax chunk_sums(partials + (number * chunks + i) * partial_floats, M, Dp);
+  over_pieces(team, items.num_items, [&](int64_t item_index) {
+    Item item = find_item(a, items, item_index);
+    int64_t num_chunks = (item.end_key - 1) / CHUNK - item.begin_key / CHUNK + 1;
+    PartialSoftmax merged(partials + item_index * chunks * partial_floats, M, Dp);
+    for (int64_t i = 1; i < num_chunks; i++) {
+      PartialSoftmax chunk_sums(partials + (item_index * chunks + i) * partial_floats, M, Dp);
       merge_partial(merged, chunk_sums, item.rows * item.heads, Dp);
     }
     store_results<P, TQ>(a, item, merged);

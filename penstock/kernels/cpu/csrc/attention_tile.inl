@@ -142,10 +142,10 @@ INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
     maxima = vmax(maxima, as_float(as_bits(x) & 0x7fffffff));
     zero_or_nan += x * 0;
   });
-  const float top = largest(maxima), inverse = top > 0 ? LIMIT / top : 0;
+  const float max_magnitude = largest(maxima), inverse = max_magnitude > 0 ? LIMIT / max_magnitude : 0;
   store(units + padded_units<Shorts>(D) - W, vu{});
   for (int64_t i = 0; i < D; i += W) store_shorts(units, i, load(q + i, min<int64_t>(W, D - i)) * inverse);
-  return top / LIMIT + sum(zero_or_nan);
+  return max_magnitude / LIMIT + sum(zero_or_nan);
 }
 #endif
 
@@ -331,8 +331,8 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
                           vf& total, float& factor, Shorts) {
   constexpr float LIMIT = 32767;  // a sum of TILE products of 16-bit integers and bytes fits in 32 bits
   vf maxima = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
-  const float top = largest(maxima), inverse = top > 0 ? LIMIT / top : 0;
-  factor = top / LIMIT;
+  const float max_weight = largest(maxima), inverse = max_weight > 0 ? LIMIT / max_weight : 0;
+  factor = max_weight / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
     // Adding weight * 0 makes the total NaN if the scale of a value is NaN. The integer weights cannot represent NaN.
@@ -371,21 +371,21 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
       scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
   for (int i = 0; i < COUNT; i++) maxima = vmax(maxima, scores[i]);
-  vf total = load(sums.sum_exp + m * W), top = all(sums.max_score[m]);
+  vf total = load(sums.sum_exp + m * W), new_max = all(sums.max_score[m]);
   const float old_max = sums.max_score[m];
   if (exceeds(maxima, old_max + max_excess(a))) {  // true for a NaN, too
-    top = largest_everywhere(maxima);
+    new_max = largest_everywhere(maxima);
     if (old_max != masked[0]) {
-      vf shrink_factor = exp_below<5>(all(old_max) - top);
+      vf shrink_factor = exp_below<5>(all(old_max) - new_max);
       total *= shrink_factor;
       float* out = sums.out + m * Dp;
       for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink_factor);
     }
-    sums.max_score[m] = top[0];
+    sums.max_score[m] = new_max[0];
   }
   vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
-    weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
+    weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - new_max);
     if (HAS_SCALES) {
       weighted[i] *= load(packed.value_scales + i * W);
       if (!all_visible) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN

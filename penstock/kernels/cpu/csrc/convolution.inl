@@ -165,8 +165,8 @@ template <class T> static void group_norm(const GroupNorm& a, const Team& team) 
       const vf mean = all(sum(total) / num_elements);
       for (int64_t row = 0; row < a.n; row++)
         for_vectors(group_width, EACH_VECTOR {
-          vf distance = filled(load(x + row * a.stride + i, lanes) - mean, 0, lanes);
-          squares = fma(distance, distance, squares);
+          vf deviation = filled(load(x + row * a.stride + i, lanes) - mean, 0, lanes);
+          squares = fma(deviation, deviation, squares);
         });
       const vf factor = all(1 / __builtin_sqrtf(sum(squares) / num_elements + (float)a.eps));
       for (int64_t row = 0; row < a.n; row++)

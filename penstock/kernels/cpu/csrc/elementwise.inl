@@ -201,8 +201,8 @@ INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, TO* out
   const vf total = sum_of_vectors(E, ADD_VECTOR { return sum_so_far + load(x + i, lanes); });
   const vf mean = all(sum(total) / (float)E);
   const vf squares = sum_of_vectors(E, ADD_VECTOR {
-    const vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
-    return fma(distance, distance, sum_so_far);
+    const vf deviation = filled(load(x + i, lanes) - mean, 0, lanes);
+    return fma(deviation, deviation, sum_so_far);
   });
   const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {

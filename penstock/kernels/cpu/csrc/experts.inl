@@ -211,13 +211,14 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const int64_t *positions = memory.positions + row * a.top_k, count = memory.num_positions[row];
-      int64_t from = 0, to = 0;
-      while (from < count && positions[from] < first_pair) from++;
-      for (to = from; to < count && positions[to] < first_pair + num_pairs;) to++;
+      int64_t first_position = 0, end_position = 0;
+      while (first_position < count && positions[first_position] < first_pair) first_position++;
+      for (end_position = first_position; end_position < count && positions[end_position] < first_pair + num_pairs;)
+        end_position++;
       const float* topk_weights = a.topk_weights + row * a.topk_weights_stride;
       for_vectors(a.E, EACH_VECTOR {
         vf total = first_pair ? load(memory.totals + row * a.E + i, lanes) : vf{};
-        for (int64_t j = from; j < to; j++)
+        for (int64_t j = first_position; j < end_position; j++)
           total += load((const T*)memory.y + (positions[j] - first_pair) * a.E + i, lanes) *
                    topk_weights[memory.sorted_pairs[positions[j]] - row * a.top_k];
         if (is_last_round) store((T*)a.out + row * a.E + i, total, lanes);

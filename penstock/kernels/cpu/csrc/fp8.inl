@@ -138,10 +138,11 @@ INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, in
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `next`: the panel that this thread probably gets
-// next, or -1.
+// Computes the outputs of a panel for the rows first_row:first_row + rows. `next`: the panel that this thread probably
+// gets next, or -1.
 template <class P>
-static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int64_t panel, int64_t next, float* sums) {
+static void multiply_fp8_panel(const Linear& a, int64_t first_row, int64_t rows, int64_t panel, int64_t next,
+                               float* sums) {
   const char* panel_codes = (const char*)a.panels + panel * fp8_panel_bytes(a.K);
   const int64_t column = panel * PANEL;
   const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
@@ -151,11 +152,11 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int
   if (next >= 0) Fp8Scales::prefetch(Fp8Scales::table_address(a.panels, a.N, a.K, next), groups);
   alignas(64) typename P::Wide wide[FP8_GROUP / 4 * P::PARTS * PANEL];
   alignas(64) typename P::Input x[TILE_ROWS * FP8_GROUP];
-  for (int64_t from = 0; from < groups; from += block_groups) {
-    const int64_t to = min(from + block_groups, groups);
+  for (int64_t first_group = 0; first_group < groups; first_group += block_groups) {
+    const int64_t end_group = min(first_group + block_groups, groups);
     if (is_wide) {
       const typename P::Tables tables;
-      const char* codes = panel_codes + from * FP8_GROUP_BYTES;
+      const char* codes = panel_codes + first_group * FP8_GROUP_BYTES;
       for (int64_t step = 0; step < FP8_GROUP / 4; step++) {
         __builtin_prefetch(codes + FP8_GROUP_BYTES + step * FP8_STEP_BYTES, 0, 2);
         for (int64_t i = 0; i < PANEL; i += W) {
@@ -169,16 +170,16 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int
       }
     }
     for (int64_t tile_index = 0; tile_index < tiles; tile_index++) {
-      const int64_t row = rows * tile_index / tiles, height = rows * (tile_index + 1) / tiles - row;
-      for (int64_t group = from, run_groups; group < to; group += run_groups) {
+      const int64_t row = rows * tile_index / tiles, tile_rows = rows * (tile_index + 1) / tiles - row;
+      for (int64_t group = first_group, run_groups; group < end_group; group += run_groups) {
         const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
-        run_groups = P::IN_PLACE && !is_wide && inputs == FP8_GROUP ? min(to, a.K / FP8_GROUP) - group : 1;
+        run_groups = P::IN_PLACE && !is_wide && inputs == FP8_GROUP ? min(end_group, a.K / FP8_GROUP) - group : 1;
         Fp8Tile<P> tile = {x,     FP8_GROUP,  panel_codes + group * FP8_GROUP_BYTES, wide, ceil_div(inputs, 4),
                            group, run_groups, scales, sums + row * PANEL};
-        const bf16* rows_of_group = (const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP;
-        set_fp8_inputs(tile, rows_of_group, a.x_stride, height, inputs, x);
-        if (is_wide) multiply_fp8_tile<P, true>(tile, height);
-        else multiply_fp8_tile<P, false>(tile, height);
+        const bf16* rows_of_group = (const bf16*)a.x + (first_row + row) * a.x_stride + group * FP8_GROUP;
+        set_fp8_inputs(tile, rows_of_group, a.x_stride, tile_rows, inputs, x);
+        if (is_wide) multiply_fp8_tile<P, true>(tile, tile_rows);
+        else multiply_fp8_tile<P, false>(tile, tile_rows);
       }
     }
   }
@@ -186,7 +187,7 @@ static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, int
     for_vectors(min(PANEL, a.N - column), EACH_VECTOR {
       vf y = load(sums + r * PANEL + i, lanes);
       if (a.bias) y += load((const bf16*)a.bias + column + i, lanes);
-      store((bf16*)a.y + (begin + r) * a.y_stride + column + i, y, lanes);
+      store((bf16*)a.y + (first_row + r) * a.y_stride + column + i, y, lanes);
     });
   }
 }
@@ -223,8 +224,8 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
   uint32_t* table = (uint32_t*)Fp8Scales::table_address(a.panels, a.N, a.K, panel);  // the bits of the scales
   __builtin_memset(panel_codes, 0, fp8_panel_bytes(a.K));
   __builtin_memset((void*)table, 0, Fp8Scales::num_bytes(groups));
-  bool by_output = true;  // whether all groups of each output have the same scale
-  bool by_group = true;   // whether all outputs of each group have the same scale
+  bool groups_share_scale = true;   // whether all groups of each output have the same scale
+  bool outputs_share_scale = true;  // whether all outputs of each group have the same scale
   for (int64_t g = 0; g < groups; g++) {
     const int64_t inputs = min(FP8_GROUP, a.K - g * FP8_GROUP);
     uint32_t* scales = table + g * PANEL;
@@ -237,16 +238,17 @@ static void pack_fp8(const PackCodes& a, int64_t panel) {
       }
       const float scale = has_nan ? __builtin_nanf("") : ((const float*)a.scales)[(first_output + column) * groups + g];
       __builtin_memcpy(scales + column, &scale, 4);
-      by_output &= scales[column] == table[column];
-      by_group &= scales[column] == scales[0];
+      groups_share_scale &= scales[column] == table[column];
+      outputs_share_scale &= scales[column] == scales[0];
     }
   }
   int32_t* strides = (int32_t*)(table + groups * PANEL);
-  strides[0] = by_output ? 0 : by_group ? 1 : PANEL, strides[1] = by_output || !by_group;
+  strides[0] = groups_share_scale ? 0 : outputs_share_scale ? 1 : PANEL;
+  strides[1] = groups_share_scale || !outputs_share_scale;
   if (strides[0] == PANEL) return;
-  if (!by_output)
+  if (!groups_share_scale)
     for (int64_t g = 0; g < groups; g++) table[g] = table[g * PANEL];
-  const int64_t num_scales = by_output ? PANEL : groups;
+  const int64_t num_scales = groups_share_scale ? PANEL : groups;
   __builtin_memset(table + num_scales, 0, (groups * PANEL - num_scales) * 4);
 }
 

@@ -61,8 +61,8 @@ template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
 // sums and the factors. With 32 registers a tile processes the whole panel at once.
 constexpr int vectors_per_pass(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
-// The next types compute the product of a step of a panel. `add` multiplies `terms` numbers of each row of x, of type
-// X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
+// The next types (S in templates) compute the product of a step of a panel. `add` multiplies `terms` numbers of each row
+// of x, of type X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
 struct FloatSteps {
   typedef float T, X;
   static constexpr int TERMS = 1;
@@ -163,11 +163,11 @@ template <class S> struct Block {
   }
 };
 
-// Applies the activation of the layer to the results of the rows begin:begin + rows, in the panel whose first output is
-// `column`. The results are already rounded to T.
+// Applies the activation of the layer to the results of the rows first_row:first_row + rows, in the panel whose first
+// output is `column`. The results are already rounded to T.
 template <class T>
-static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, int64_t rows, int64_t column) {
-  T* y = (T*)a.y + begin * a.y_stride + column;
+static __attribute__((noinline)) void activate(const Linear& a, int64_t first_row, int64_t rows, int64_t column) {
+  T* y = (T*)a.y + first_row * a.y_stride + column;
   with_activation<T>(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; row++, y += a.y_stride)
       for_vectors(min(PANEL, a.N - column), EACH_VECTOR { store(y + i, function(load(y + i, lanes)), lanes); });
@@ -195,17 +195,19 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
   constexpr int VECTORS = vectors_per_pass(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
   StripRows<S, typename S::X, ROWS> strip;
-  const int64_t x_stride = strip.stride(block.x_stride), length = strip.IN_PLACE ? block.terms : STRIP_STEPS * S::TERMS;
-  for (int64_t from = 0; from == 0 || from < block.terms; from += length) {
-    const int64_t terms = min(length, block.terms - from), steps = terms / S::TERMS;
-    const bool is_first = block.is_first && from == 0, is_last = block.is_last && from + terms == block.terms;
-    const auto* rows = strip.read(block.x + from, block.x_stride, terms);
+  const int64_t x_stride = strip.stride(block.x_stride);
+  const int64_t strip_terms = strip.IN_PLACE ? block.terms : STRIP_STEPS * S::TERMS;
+  for (int64_t first_term = 0; first_term == 0 || first_term < block.terms; first_term += strip_terms) {
+    const int64_t terms = min(strip_terms, block.terms - first_term), steps = terms / S::TERMS;
+    const bool is_first = block.is_first && first_term == 0;
+    const bool is_last = block.is_last && first_term + terms == block.terms;
+    const auto* rows = strip.read(block.x + first_term, block.x_stride, terms);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       const auto* x = rows;
-      const auto* w = block.w + from * PANEL + column * S::TERMS;
+      const auto* w = block.w + first_term * PANEL + column * S::TERMS;
       const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS);
       const int64_t advance = prefetch_advance<FETCHED>(LINES);
-      const char* ahead = block.ahead + (pass + from / S::TERMS) * advance;
+      const char* ahead = block.ahead + (pass + first_term / S::TERMS) * advance;
       float* stored = block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
@@ -243,55 +245,55 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
-  auto passes_per_tile = [](int64_t height) { return PANEL / W / vectors_per_pass(height); };
+  auto passes_per_tile = [](int64_t tile_rows) { return PANEL / W / vectors_per_pass(tile_rows); };
   const int64_t passes = tiles * passes_per_tile(rows / tiles);
-  int64_t fetched = block.ahead ? 0 : LINES;
-  Block<S> part = block;
-  for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
-    height = rows * (tile + 1) / tiles - rows * tile / tiles;
-    if (fetched >= LINES) {
-      multiply_tile<S, 0>(part, height);
+  int64_t num_fetched_lines = block.ahead ? 0 : LINES;
+  Block<S> tile_block = block;
+  for (int64_t tile = 0, tile_rows; tile < tiles; tile++, tile_block.advance(tile_rows)) {
+    tile_rows = rows * (tile + 1) / tiles - rows * tile / tiles;
+    if (num_fetched_lines >= LINES) {
+      multiply_tile<S, 0>(tile_block, tile_rows);
       continue;
     }
-    part.ahead = block.ahead + fetched * LINE * steps;
+    tile_block.ahead = block.ahead + num_fetched_lines * LINE * steps;
     if (passes < LINES) {
-      multiply_tile<S, 2>(part, height);
-      fetched += 2 * passes_per_tile(height);
+      multiply_tile<S, 2>(tile_block, tile_rows);
+      num_fetched_lines += 2 * passes_per_tile(tile_rows);
     } else {
-      multiply_tile<S, 1>(part, height);
-      fetched += passes_per_tile(height);
+      multiply_tile<S, 1>(tile_block, tile_rows);
+      num_fetched_lines += passes_per_tile(tile_rows);
     }
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `next` is the panel that this thread probably gets
-// next, or null. `column` is the first output of the panel.
+// Computes the outputs of a panel for the rows first_row:first_row + rows. `next` is the panel that this thread probably
+// gets next, or null. `column` is the first output of the panel.
 template <class S>
-static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, const char* next,
+static void multiply_panel(const Linear& a, int64_t first_row, int64_t rows, const char* panel, const char* next,
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
   const bool is_single_pass = rows <= TILE_ROWS && vectors_per_pass(rows) * W == PANEL;
   const int64_t blocks = is_single_pass ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t block_index = 0; block_index < blocks; block_index++) {
-    const int64_t from = steps * block_index / blocks, to = steps * (block_index + 1) / blocks;
+    const int64_t first_step = steps * block_index / blocks, end_step = steps * (block_index + 1) / blocks;
     Block<S> block;
-    block.x = (const T*)a.x + begin * a.x_stride + from * S::TERMS;
-    block.w = (const T*)(panel + from * STEP_BYTES);
+    block.x = (const T*)a.x + first_row * a.x_stride + first_step * S::TERMS;
+    block.w = (const T*)(panel + first_step * STEP_BYTES);
     block.x_stride = a.x_stride;
-    block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
+    block.terms = min(end_step * S::TERMS, a.K) - first_step * S::TERMS;
     block.is_first = block_index == 0;
     block.is_last = block_index == blocks - 1;
-    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.is_last ? next : panel + to * STEP_BYTES;
+    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.is_last ? next : panel + end_step * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
-    block.y = (T*)a.y + begin * a.y_stride + column;
+    block.y = (T*)a.y + first_row * a.y_stride + column;
     block.y_stride = a.y_stride;
     block.outputs = a.N - column;
     if (is_single_pass) multiply_tile<S, STREAM>(block, rows);
     else multiply_block(block, rows);
   }
-  if (a.activation) activate<T>(a, begin, rows, column);
+  if (a.activation) activate<T>(a, first_row, rows, column);
 }
 
 // The pieces of work of a layer. A piece is a run of consecutive panels with all rows, or one panel with one chunk of

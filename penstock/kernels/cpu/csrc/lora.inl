@@ -37,9 +37,9 @@ struct Segment {
   int64_t adapter, begin, end;
   INLINE_MEMBER int64_t tiles() const { return ceil_div(end - begin, ADAPTED_ROWS); }
   // Returns the rows of a tile. Tiles have about equal numbers of rows.
-  INLINE_MEMBER Segment tile(int64_t number) const {
+  INLINE_MEMBER Segment tile(int64_t tile_index) const {
     const int64_t num_rows = end - begin, count = tiles();
-    return {adapter, begin + num_rows * number / count, begin + num_rows * (number + 1) / count};
+    return {adapter, begin + num_rows * tile_index / count, begin + num_rows * (tile_index + 1) / count};
   }
 };
 
@@ -90,9 +90,9 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
 }
 
 // Adds h [ROWS, rank] B [rank, N] to y [ROWS, N], for VECTORS vectors of outputs from i on.
-template <class T, int ROWS, int VECTORS, class L>
+template <class T, int ROWS, int VECTORS, class Lanes>
 INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t rank, int64_t N, T* const* y, int64_t i,
-                        L lanes) {
+                        Lanes lanes) {
   vf sums[ROWS][VECTORS] = {};
   for (int64_t r = 0; r < rank; r++) {
     for (int v = 0; v < VECTORS; v++) {
@@ -171,10 +171,10 @@ static void multiply_lora(const Lora& a, const LoraSlice& slice, const int64_t* 
 
 // Computes the layer with one thread per tile. Used for many rows, and for a single thread.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
-  over_pieces(team, adapted.num_tiles, [&](int64_t number) {
+  over_pieces(team, adapted.num_tiles, [&](int64_t tile_index) {
     const Segment* segment = adapted.segments;
-    for (; number >= segment->tiles(); segment++) number -= segment->tiles();
-    const Segment rows = segment->tile(number);
+    for (; tile_index >= segment->tiles(); segment++) tile_index -= segment->tiles();
+    const Segment rows = segment->tile(tile_index);
     for (int64_t p = 0; p < a.num_slices; p++) {
       const LoraSlice& slice = a.slices[p];
       multiply_lora<T>(a, slice, adapted.order, rows, h, slice.R, {0, slice.R, 0, slice.N});

@@ -43,7 +43,7 @@ INLINE vf widen_half(vu bits) { return widen_half(__builtin_convertvector(bits, 
 
 template <class T> struct FloatUnits {
   static constexpr int64_t INPUTS = 1;
-  template <class L> INLINE vu read_units(const T* row, int64_t unit, L lanes) {
+  template <class Lanes> INLINE vu read_units(const T* row, int64_t unit, Lanes lanes) {
     return as_bits(load(row + unit, lanes));
   }
   INLINE vu read_last_units(const T* row, int64_t unit, int64_t inputs) {
@@ -140,16 +140,16 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   for (int i = 0; i < NUM_DIVISORS; i++) {
     const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4)));
     const vf inverse = largest_magnitude < MIN_WEIGHT ? vf{} : divisor / largest_weight;
-    vf product = {}, square = {};
+    vf product_sum = {}, square_sum = {};
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {
       const vf x = load(w + k * W) * inverse, nearest = nearest_integer<BITS>(x);
-      product += x * importance[k] * nearest;
-      square += nearest * nearest * importance[k];
+      product_sum += x * importance[k] * nearest;
+      square_sum += nearest * nearest * importance[k];
     }
-    const vf scaled_product = product / divisor;
-    const vf fit = square == 0.0f ? vf{} : scaled_product * scaled_product / square;
-    const vf candidate = square == 0.0f ? vf{} : product / square * (largest_weight / divisor);
+    const vf scaled_product = product_sum / divisor;
+    const vf fit = square_sum == 0.0f ? vf{} : scaled_product * scaled_product / square_sum;
+    const vf candidate = square_sum == 0.0f ? vf{} : product_sum / square_sum * (largest_weight / divisor);
     scale = fit > best_fit ? candidate : scale;
     best_fit = fit > best_fit ? fit : best_fit;
   }
@@ -201,10 +201,10 @@ static void pack_groups(Groups<BITS>, const T* rows, int64_t row_stride, const f
         transpose(square);
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);
       }
-      char* to = panel + k / GROUP * Groups<BITS>::UNIT_BYTES;
-      uint16_t* scales = (uint16_t*)(to + Groups<BITS>::SCALES_OFFSET) + column;
+      char* unit = panel + k / GROUP * Groups<BITS>::UNIT_BYTES;
+      uint16_t* scales = (uint16_t*)(unit + Groups<BITS>::SCALES_OFFSET) + column;
       search_scales<BITS>(w, importance ? importance + k : EQUAL_IMPORTANCE, integers, scales);
-      store_group<BITS>(integers, to, column);
+      store_group<BITS>(integers, unit, column);
     }
   }
 }
@@ -215,17 +215,17 @@ static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t row_stride, co
   const int64_t groups = ceil_div(K, GROUP);
   int32_t integers[GROUP * W];
   for (int64_t group = 0; group < groups; group++) {
-    char* to = panel + group * Groups<BITS>::UNIT_BYTES;
-    uint16_t* halves = (uint16_t*)(to + Groups<BITS>::SCALES_OFFSET);
+    char* unit = panel + group * Groups<BITS>::UNIT_BYTES;
+    uint16_t* half_scales = (uint16_t*)(unit + Groups<BITS>::SCALES_OFFSET);
     for (int64_t first = 0; first < PANEL; first += W) {
       for (int64_t i = 0; i < W; i++) {
         const int64_t column = first + i;
         const bool is_inside = column < num_outputs;
-        halves[column] = is_inside ? scales[column * groups + group] : 0;
+        half_scales[column] = is_inside ? scales[column * groups + group] : 0;
         for (int64_t k = 0; k < GROUP; k++)
           integers[k * W + i] = is_inside && group * GROUP + k < K ? rows[column * row_stride + group * GROUP + k] : 0;
       }
-      store_group<BITS>(integers, to, first);
+      store_group<BITS>(integers, unit, first);
     }
   }
 }
@@ -254,8 +254,8 @@ template <class T> static void pack_panel(const Pack& a, int64_t panel) {
     transpose_rows<ByteUnits>(integers, a.K, num_outputs, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
     with_groups(a.encoding, [&](auto form) {
-      char* to = panels + panel * ceil_div(a.K, GROUP) * form.UNIT_BYTES;
-      pack_groups(form, rows, a.source_stride, a.importance, num_outputs, a.K, to);
+      char* groups_memory = panels + panel * ceil_div(a.K, GROUP) * form.UNIT_BYTES;
+      pack_groups(form, rows, a.source_stride, a.importance, num_outputs, a.K, groups_memory);
     });
   }
 }
@@ -269,8 +269,9 @@ template <> void pack_panel<int8_t>(const Pack& a, int64_t panel) {
   } else {
     const int64_t groups = ceil_div(a.K, GROUP);
     with_groups(a.encoding, [&](auto form) {
-      char* to = (char*)a.panels + panel * groups * form.UNIT_BYTES;
-      copy_groups(form, rows, a.source_stride, a.source_scales + first_output * groups, num_outputs, a.K, to);
+      char* groups_memory = (char*)a.panels + panel * groups * form.UNIT_BYTES;
+      copy_groups(form, rows, a.source_stride, a.source_scales + first_output * groups, num_outputs, a.K,
+                  groups_memory);
     });
   }
 }

@@ -12,12 +12,12 @@ struct SequenceMeans {  // x [T, E], rows strided; out [B, E] float32; row_offse
 template <class T> static void sequence_means(const SequenceMeans& a, const Team& team) {
   over_rows(team, a.B, [=](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b++) {
-      const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first;
-      const T* rows = (const T*)a.x + first * a.x_stride;
+      const int64_t first_row = a.row_offsets[b], num_rows = a.row_offsets[b + 1] - first_row;
+      const T* rows = (const T*)a.x + first_row * a.x_stride;
       for_vectors(a.E, EACH_VECTOR {
         vf total = {};
-        for (int64_t row = 0; row < count; row++) total += load(rows + row * a.x_stride + i, lanes);
-        store(a.out + b * a.E + i, total / (float)count, lanes);
+        for (int64_t row = 0; row < num_rows; row++) total += load(rows + row * a.x_stride + i, lanes);
+        store(a.out + b * a.E + i, total / (float)num_rows, lanes);
       });
     }
   });

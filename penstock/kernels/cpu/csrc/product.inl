@@ -115,6 +115,7 @@ INLINE void end_sum(vi sum, float* c, bool adds, float factor) {
   store(c, adds ? added : (vf)sum);
 }
 
+// P is one of the types Floats, Pairs, Shorts and WidenedPairs.
 template <class P, int ROWS, int VECTORS>
 INLINE void product_tile(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
                          int64_t ldc, int64_t n, bool adds, const float* factors) {

@@ -82,16 +82,16 @@ template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
 INLINE float largest_magnitude(vu magnitudes) {
   // The bits of infinity exceed those of all numbers, and the bits of a NaN exceed those of infinity.
   const uint32_t bits = largest(magnitudes);
-  float top;
-  __builtin_memcpy(&top, &bits, 4);
-  return bits >= 0x7f800000 ? __builtin_inff() : top;
+  float max_magnitude;
+  __builtin_memcpy(&max_magnitude, &bits, 4);
+  return bits >= 0x7f800000 ? __builtin_inff() : max_magnitude;
 }
 
-// If the largest magnitude `top` of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0
-// (below 1e-30) or NaN, and returns true. Otherwise returns false.
-INLINE bool store_if_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
-  if (top >= 1e-30f && top < __builtin_inff()) return false;
-  *scale = top < 1e-30f ? 0 : __builtin_nanf("");
+// If the largest magnitude of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0 (below
+// 1e-30) or NaN, and returns true. Otherwise returns false.
+INLINE bool store_if_degenerate(float max_magnitude, int64_t n, int8_t* integers, float* scale) {
+  if (max_magnitude >= 1e-30f && max_magnitude < __builtin_inff()) return false;
+  *scale = max_magnitude < 1e-30f ? 0 : __builtin_nanf("");
   __builtin_memset(integers, 0, n);
   return true;
 }
@@ -109,10 +109,10 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
 
 // Quantizes n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
-  const float top = largest_magnitude(largest_of_lanes(x, n));
-  if (store_if_degenerate(top, n, integers, scale)) return 0;
-  *scale = top / 127;
-  return store_integers(x, n, 127 / top, integers);
+  const float max_magnitude = largest_magnitude(largest_of_lanes(x, n));
+  if (store_if_degenerate(max_magnitude, n, integers, scale)) return 0;
+  *scale = max_magnitude / 127;
+  return store_integers(x, n, 127 / max_magnitude, integers);
 }
 
 // Returns a bit mask of the lanes in which a >= b. Both must be below 2^31.
@@ -144,12 +144,12 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
   return count;
 }
 
-// Returns the integer to which the largest magnitude `top` is scaled: 127 times the last of RANGES before the first
+// Returns the integer to which the largest magnitude is scaled: 127 times the last of RANGES before the first
 // that needs more than `max_extras` extras, or 127 if the first of RANGES needs more.
-template <class T> static float choose_target(const T* x, int64_t n, float top, int64_t max_extras) {
+template <class T> static float choose_target(const T* x, int64_t n, float max_magnitude, int64_t max_extras) {
   float target = 127;
   for (float range : RANGES) {
-    if (count_extras(x, n, 127 * range / top, range, max_extras) > max_extras) break;
+    if (count_extras(x, n, 127 * range / max_magnitude, range, max_extras) > max_extras) break;
     target = 127 * range;
   }
   return target;
@@ -213,9 +213,9 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
   const vu lane_maxima = largest_of_lanes(x, n);
-  const float top = largest_magnitude(lane_maxima);
+  const float max_magnitude = largest_magnitude(lane_maxima);
   extras->count = 0;
-  if (store_if_degenerate(top, n, integers, scale)) return 0;
+  if (store_if_degenerate(max_magnitude, n, integers, scale)) return 0;
   const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
   // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `lane_maxima`
@@ -224,8 +224,9 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   static_assert(MAX_EXTRAS < W);
   LargestNumbers large;
   if (large.collect(x, n, ~largest(~lane_maxima))) {
-    const float target = choose_target(large.numbers, large.count, top, max_extras), inverse = target / top;
-    *scale = top / target;
+    const float target = choose_target(large.numbers, large.count, max_magnitude, max_extras);
+    const float inverse = target / max_magnitude;
+    *scale = max_magnitude / target;
     const int32_t total = store_integers(x, n, inverse, integers);
     if (target == 127) return total;
     for (int64_t i = 0; i < large.count; i += W) {
@@ -242,8 +243,8 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
     return total;
   }
 #endif
-  const float target = choose_target(x, n, top, max_extras), inverse = target / top;
-  *scale = top / target;
+  const float target = choose_target(x, n, max_magnitude, max_extras), inverse = target / max_magnitude;
+  *scale = max_magnitude / target;
   const int32_t total = store_integers(x, n, inverse, integers);
   if (target == 127) return total;
   for_vectors(n, EACH_VECTOR {
@@ -419,8 +420,8 @@ constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
 constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
-// Types such as Bytes, Groups<4> and Blocks<Q4K> describe the units of the panels of an encoding, and multiply them.
-// INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines.
+// Types such as Bytes, Groups<4> and Blocks<Q4K> (S in templates) describe the units of the panels of an encoding, and
+// multiply them. INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines.
 // X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of
 // a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with
 // up to 2, up to 4 and more passes.
@@ -599,27 +600,27 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
   constexpr int ALL = S::LINES, HALF = S::FETCH_2_PASSES, FOURTH = S::FETCH_4_PASSES, SIXTH = S::FETCH_MORE;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
-  const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
+  const int64_t lines_per_pass = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
-  ByteBlock part = block;
-  for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
-    height = rows * (tile + 1) / tiles - rows * tile / tiles;
+  ByteBlock tile_block = block;
+  for (int64_t tile = 0, tile_rows; tile < tiles; tile++, tile_block.advance(tile_rows)) {
+    tile_rows = rows * (tile + 1) / tiles - rows * tile / tiles;
     if (line >= ALL) {
-      multiply_rows<S, 0>(part, height);
+      multiply_rows<S, 0>(tile_block, tile_rows);
       continue;
     }
-    part.ahead = block.ahead + line * 64 * block.units * S::PASSES;
-    line += fetched * (PANEL / W / S::vectors(height));
-    if (fetched == HALF) multiply_rows<S, HALF>(part, height);
-    else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
-    else multiply_rows<S, SIXTH>(part, height);
+    tile_block.ahead = block.ahead + line * 64 * block.units * S::PASSES;
+    line += lines_per_pass * (PANEL / W / S::vectors(tile_rows));
+    if (lines_per_pass == HALF) multiply_rows<S, HALF>(tile_block, tile_rows);
+    else if (lines_per_pass == FOURTH) multiply_rows<S, FOURTH>(tile_block, tile_rows);
+    else multiply_rows<S, SIXTH>(tile_block, tile_rows);
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantized. `next` is the panel
-// that this thread probably gets next, or -1.
+// Computes the outputs of a panel for the rows first_row:first_row + rows. `x` has these rows, quantized. `next` is the
+// panel that this thread probably gets next, or -1.
 template <class S>
-static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
+static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t first_row, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
@@ -631,13 +632,14 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
   const bool stores_directly = !S::X_SCALES && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
   for (int64_t block_index = 0; block_index < blocks; block_index++) {
-    const int64_t from = units * block_index / blocks, to = units * (block_index + 1) / blocks;
-    ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, block_index == 0,
-                       block_index == blocks - 1, w, stores_directly ? &a : nullptr, begin, column};
-    block.x.integers += from * S::INPUTS;
-    if (S::X_SCALES) block.x.scales += from * S::PASSES * S::X_SCALES, block.x.starts += from * S::PASSES * S::X_SCALES;
+    const int64_t first_unit = units * block_index / blocks, end_unit = units * (block_index + 1) / blocks;
+    ByteBlock block = {x, w + first_unit * S::UNIT_BYTES, end_unit - first_unit, nullptr, sums, block_index == 0,
+                       block_index == blocks - 1, w, stores_directly ? &a : nullptr, first_row, column};
+    block.x.integers += first_unit * S::INPUTS;
+    if (S::X_SCALES)
+      block.x.scales += first_unit * S::PASSES * S::X_SCALES, block.x.starts += first_unit * S::PASSES * S::X_SCALES;
     if (is_single_pass) block.ahead = w + STREAM_AHEAD;
-    else if (block_index < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
+    else if (block_index < blocks - 1) block.ahead = w + end_unit * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
     if (is_single_pass) multiply_rows<S, STREAM>(block, rows);
     else multiply_all_rows<S>(block, rows);
@@ -650,11 +652,11 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
       vf y = S::result(load(sums + r * PANEL + i), scale_x, scale_w);
       WITH_TYPE(a.type, T, {
         if (a.bias) y += load((const T*)a.bias + column + i, lanes);
-        store((T*)a.y + (begin + r) * a.y_stride + column + i, y, lanes);
+        store((T*)a.y + (first_row + r) * a.y_stride + column + i, y, lanes);
       });
     });
   }
-  if (a.activation) WITH_TYPE(a.type, T, activate<T>(a, begin, rows, column));
+  if (a.activation) WITH_TYPE(a.type, T, activate<T>(a, first_row, rows, column));
 }
 
 template <class S> static void multiply_quantized(const Linear& a, const Team& team) {

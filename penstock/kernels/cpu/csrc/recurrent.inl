@@ -21,16 +21,17 @@ struct ShortConvolution {
 };
 
 // Computes all rows of one sequence for one vector of channels, which begins at `channel`.
-template <class T, class L> INLINE void convolve(const ShortConvolution& a, int64_t b, int64_t channel, L lanes) {
-  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, num_previous = a.K - 1;
+template <class T, class Lanes>
+INLINE void convolve(const ShortConvolution& a, int64_t b, int64_t channel, Lanes lanes) {
+  const int64_t first_row = a.row_offsets[b], num_rows = a.row_offsets[b + 1] - first_row, num_previous = a.K - 1;
   T* state = (T*)a.inputs + a.slots[b] * num_previous * a.C + channel;
-  const T* x = (const T*)a.x + first * a.x_stride + channel;
-  T* out = (T*)a.out + first * a.C + channel;
+  const T* x = (const T*)a.x + first_row * a.x_stride + channel;
+  T* out = (T*)a.out + first_row * a.C + channel;
   const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
   vf window[MAX_WIDTH], weight[MAX_WIDTH];  // window: the last K - 1 inputs, oldest first, and the current input
-  for (int64_t j = 0; j < num_previous; j++) window[j] = count == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
+  for (int64_t j = 0; j < num_previous; j++) window[j] = num_rows == a.lengths[b] ? vf{} : load(state + j * a.C, lanes);
   for (int64_t j = 0; j < a.K; j++) weight[j] = load(a.weight + j * a.C + channel, lanes);
-  for (int64_t t = 0; t < count; t++) {
+  for (int64_t t = 0; t < num_rows; t++) {
     window[num_previous] = load(x + t * a.x_stride, lanes);
     vf total = window[0] * weight[0];
     for (int64_t j = 1; j < a.K; j++) total = fma(window[j], weight[j], total);
@@ -74,7 +75,7 @@ struct GatedDeltaRule {
   int64_t B, H, K, D, F, T, qkv_stride, gates_stride;
 };
 
-// Writes x [D], divided by its norm and multiplied by `scale`, to out.
+// Writes x [D], divided by its norm and multiplied by `scale`, to out. 1e-6 is added to the square of the norm.
 template <class T> INLINE void normalize(const T* x, float* out, int64_t D, float scale) {
   const vf squares = sum_of_vectors(D, ADD_VECTOR {
     const vf v = load(x + i, lanes);
@@ -87,9 +88,9 @@ template <class T> INLINE void normalize(const T* x, float* out, int64_t D, floa
 INLINE float softplus(float x) { return x > 20 ? x : __builtin_log1pf(__builtin_expf(x)); }
 
 // Updates V vectors of columns of one state with one row, and writes the output of these columns.
-template <class T, int V, class L>
+template <class T, int V, class Lanes>
 INLINE void update_columns(float* state, const float* q, const float* k, const T* v, T* out, float decay, float rate,
-                           int64_t D, int64_t F, L lanes) {
+                           int64_t D, int64_t F, Lanes lanes) {
   vf change[V] = {}, result[V] = {};
   for (int64_t d = 0; d < D; d++)
 #pragma GCC unroll 4
@@ -110,13 +111,14 @@ INLINE void update_columns(float* state, const float* q, const float* k, const T
 // Computes all rows of head h of sequence b, for the columns `begin` to `end` of the state.
 template <class T> static void delta_rule_of_head(const GatedDeltaRule& a, int64_t b, int64_t h, int64_t begin,
                                                   int64_t end) {
-  const int64_t first = a.row_offsets[b], count = a.row_offsets[b + 1] - first, key_offset = h / (a.H / a.K) * a.D;
+  const int64_t first_row = a.row_offsets[b], num_rows = a.row_offsets[b + 1] - first_row;
+  const int64_t key_offset = h / (a.H / a.K) * a.D;
   float* state = a.states + (a.slots[b] * a.H + h) * a.D * a.F;
   const int64_t* saves = a.saves + b * 2 * NUM_SAVES;
   float q[MAX_KEY_DIM], k[MAX_KEY_DIM];
-  if (count == a.lengths[b])
+  if (num_rows == a.lengths[b])
     for (int64_t d = 0; d < a.D; d++) __builtin_memset(state + d * a.F + begin, 0, (end - begin) * sizeof(float));
-  for (int64_t t = first; t < first + count; t++) {
+  for (int64_t t = first_row; t < first_row + num_rows; t++) {
     const T *row = (const T*)a.qkv + t * a.qkv_stride, *gates = (const T*)a.gates + t * a.gates_stride;
     normalize(row + key_offset, q, a.D, 1 / __builtin_sqrtf((float)a.D));
     normalize(row + a.K * a.D + key_offset, k, a.D, 1);
@@ -132,7 +134,7 @@ template <class T> static void delta_rule_of_head(const GatedDeltaRule& a, int64
     if (i < end)
       update_columns<T, 1>(state + i, q, k, v + i, out + i, decay, rate, a.D, a.F, PartialVector{end - i});
     for (int64_t save = 0; save < NUM_SAVES; save++)
-      if (saves[2 * save] == t + 1 - first)
+      if (saves[2 * save] == t + 1 - first_row)
         for (int64_t d = 0; d < a.D; d++)
           __builtin_memcpy(a.states + ((saves[2 * save + 1] * a.H + h) * a.D + d) * a.F + begin,
                            state + d * a.F + begin, (end - begin) * sizeof(float));

@@ -47,12 +47,15 @@ template <class T> static void route(const Route& a, const Team& team) {
         store(wide_logits + i, logit, lanes);
         maxima = vmax(maxima, filled_for_maximum(logit, lanes));
       });
-      const float top = largest(maxima);
+      const float max_logit = largest(maxima);
       if (a.rule == 0)
-        for_vectors(a.N, EACH_VECTOR { total += filled(exp(load(unselected_logits + i, lanes) - top), 0, lanes); });
+        for_vectors(a.N, EACH_VECTOR {
+          total += filled(exp(load(unselected_logits + i, lanes) - max_logit), 0, lanes);
+        });
       float selected_sum = 0;
       for (int64_t k = 0; k < a.top_k; k++) {
-        scores[k] = exp(all(wide_logits[take_largest(unselected_logits, a.N, a.topk_ids + row * a.top_k, k)] - top))[0];
+        scores[k] =
+            exp(all(wide_logits[take_largest(unselected_logits, a.N, a.topk_ids + row * a.top_k, k)] - max_logit))[0];
         selected_sum += scores[k];
       }
       const float score_sum = a.rule == 0 ? sum(total) : selected_sum;
@@ -75,7 +78,8 @@ struct RouteScores {  // tensors as in Route; bias [N] or null; fields of ScoreR
   double scale, min_sum;
 };
 
-// Selects the groups with the largest sums of their two largest ranks. Sets the ranks in all other groups to REMOVED.
+// Selects the groups with the largest sums of their two largest ranks, or the largest ranks if groups have one expert.
+// Sets the ranks in all other groups to REMOVED.
 static void mask_unselected_groups(const RouteScores& a, float* ranks, float* sums, int64_t* selected_groups) {
   const int64_t group_size = a.N / a.groups;
   for (int64_t group = 0; group < a.groups; group++) {
@@ -106,10 +110,10 @@ template <class T> static void route_scores(const RouteScores& a, const Team& te
       const T* logits = (const T*)a.logits + row * a.logits_stride;
       vf maxima = all(REMOVED), totals = {};
       for_vectors(a.N, EACH_VECTOR { maxima = vmax(maxima, filled_for_maximum(load(logits + i, lanes), lanes)); });
-      const float top = a.is_sigmoid ? 0 : largest(maxima);
+      const float max_logit = a.is_sigmoid ? 0 : largest(maxima);
       for_vectors(a.N, EACH_VECTOR {
         vf logit = load(logits + i, lanes);
-        vf score = a.is_sigmoid ? 1 / (1 + exp(-logit)) : exp(logit - top);
+        vf score = a.is_sigmoid ? 1 / (1 + exp(-logit)) : exp(logit - max_logit);
         totals += filled(score, 0, lanes);
         store(scores + i, score, lanes);
       });

@@ -38,10 +38,10 @@ INLINE vd exp(vd x) {
 
 struct Candidates {
   float* scores;    // in the order of token ids
-  double* weights;  // exp((score - top) / temperature); null before fill_weights
+  double* weights;  // exp((score - max_score) / temperature); null before fill_weights
   int32_t* ids;     // token ids; null: candidate i is token i
   int64_t n;
-  float top;        // the largest score
+  float max_score;  // the largest score
 };
 
 // The kept tokens: scores above `score`, and the first `num_ties` scores equal to it.
@@ -115,7 +115,7 @@ static float top_k_bound(const Candidates& c, int64_t k, Ranked* list) {
 static float top_p_bound(const Candidates& c, double top_p, double total, float temperature) {
   double min_weight = (1 - top_p) * total / (double)c.n;
   double distance = temperature * (__builtin_log(min_weight) - 0.001);
-  return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
+  return (float)(c.max_score + distance - 1e-6 * __builtin_fabs(c.max_score));
 }
 
 // Keeps the candidates i for which should_keep(i) is true, in their order. should_keep must be false for scores below
@@ -147,12 +147,12 @@ static void remove_after_cut(Candidates& c, int32_t* ids, float bound, double ta
 }
 
 static void fill_weights(Candidates& c, double* weights, float temperature) {
-  const double inverse = 1 / (double)temperature, top = c.top;
+  const double inverse = 1 / (double)temperature, max_score = c.max_score;
   c.weights = weights;
   for (int64_t i = 0; i < c.n; i += WD) {  // the memory is padded to whole vectors
     vf_half scores;
     __builtin_memcpy(&scores, c.scores + i, sizeof scores);
-    store(weights + i, exp((__builtin_convertvector(scores, vd) - top) * inverse));
+    store(weights + i, exp((__builtin_convertvector(scores, vd) - max_score) * inverse));
   }
 }
 
@@ -234,9 +234,9 @@ struct SamplingRule {  // the sampling parameters of a row
 template <class T>
 static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const SamplingRule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
-  c.top = fill_scores(logits, bitmask, c.scores, V);
-  if (!(c.top > -__builtin_inff())) return -1;
-  if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.top, c.scores, V);
+  c.max_score = fill_scores(logits, bitmask, c.scores, V);
+  if (!(c.max_score > -__builtin_inff())) return -1;
+  if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.max_score, c.scores, V);
   const int64_t num_scores = round_up(V, W);
   double* weights = (double*)(memory + num_scores * 4);
   Ranked* list = (Ranked*)(memory + num_scores * 12);

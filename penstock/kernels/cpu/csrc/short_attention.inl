@@ -43,15 +43,15 @@ static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>&
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; m++) {
     const vf masked = all(-__builtin_inff());
-    vf scores[SHORT_VECTORS], exponentials[SHORT_VECTORS], top = masked;
+    vf scores[SHORT_VECTORS], exponentials[SHORT_VECTORS], max_score = masked;
     for (int c = 0; c < SHORT_VECTORS; c++) {
       scores[c] = sums[m][c] * (float)a.scale;
       if (queries.bias) scores[c] += load(queries.bias - m + c * W);
       scores[c] = lane_index() + c * W < (int32_t)queries.num_keys ? scores[c] : masked;
-      top = vmax(top, scores[c]);
+      max_score = vmax(max_score, scores[c]);
     }
-    top = largest_everywhere(top);
-    for (int c = 0; c < SHORT_VECTORS; c++) exponentials[c] = exp_below<P::SPAN == 2 ? 3 : 5>(scores[c] - top);
+    max_score = largest_everywhere(max_score);
+    for (int c = 0; c < SHORT_VECTORS; c++) exponentials[c] = exp_below<P::SPAN == 2 ? 3 : 5>(scores[c] - max_score);
     float unused;
     store_weights(queries.weights + m * WEIGHTS, exponentials, exponentials, totals[m], unused, P{});
   }
