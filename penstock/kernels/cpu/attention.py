@@ -321,14 +321,15 @@ class CpuAttention(CpuExperts):
         return _make_sequence_blocks(row_offsets.numpy().astype(np.int64))
 
 
-def _make_sequence_blocks(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
-    """Return the blocks of sequences whose row offsets are ``offsets [B + 1]``."""
-    lengths = np.diff(offsets)
+def _make_sequence_blocks(row_offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
+    """Return the blocks of sequences whose row offsets are ``row_offsets [B + 1]``."""
+    lengths = np.diff(row_offsets)
     block_counts = -(-lengths // _ENCODER_BLOCK_SIZE)  # [B]
     first_blocks = block_counts.cumsum() - block_counts  # [B]
     num_blocks, table_width = int(block_counts.sum()), int(block_counts.max(initial=0))
     block_tables = np.minimum(first_blocks[:, None] + np.arange(table_width), num_blocks - 1).astype(np.int32)
-    slots = np.arange(offsets[-1]) + (first_blocks * _ENCODER_BLOCK_SIZE - offsets[:-1]).repeat(lengths)
+    slot_shifts = first_blocks * _ENCODER_BLOCK_SIZE - row_offsets[:-1]  # [B]: slot minus row
+    slots = np.arange(row_offsets[-1]) + slot_shifts.repeat(lengths)
     return SequenceBlocks(
         torch.from_numpy(block_tables),
         torch.from_numpy(slots),

@@ -41,7 +41,7 @@ _MULTIPLICATIONS_PER_CALL = 1 << 32
 Only operations with more than `_MAX_DECODE_ROWS` rows are counted.
 
 If another process uses a core, a single thread runs the rest of a library call, which is slow. The constant
-limits a library call to tens of milliseconds.
+limits a library call to tens of milliseconds, unless its last operation alone takes longer.
 """
 
 _MAX_DECODE_ROWS = 64

@@ -94,21 +94,21 @@ static Items number_items(const Attention& a, int64_t threads, int64_t* first_it
   return items;
 }
 
-static Item find_item(const Attention& a, const Items& items, int64_t number) {
-  int64_t b = 0, end = a.B;  // binary search for the last b with first_items[b] <= number
+static Item find_item(const Attention& a, const Items& items, int64_t item_index) {
+  int64_t b = 0, end = a.B;  // binary search for the last b with first_items[b] <= item_index
   while (end - b > 1) {
     int64_t middle = (b + end) / 2;
-    (items.first_items[middle] <= number ? b : end) = middle;
+    (items.first_items[middle] <= item_index ? b : end) = middle;
   }
   // Of the items of a sequence, those with the last rows start first, because they see the most keys.
-  int64_t index = items.first_items[b + 1] - 1 - number;
+  int64_t index_in_sequence = items.first_items[b + 1] - 1 - item_index;
   Item item;
   item.b = b;
-  item.first_head = index % items.head_tiles * items.max_heads;
+  item.first_head = index_in_sequence % items.head_tiles * items.max_heads;
   item.heads = min(items.max_heads, items.heads_per_kv_head - item.first_head);
-  index /= items.head_tiles;
-  item.kv_head = index % a.K;
-  int64_t row = index / a.K * items.max_rows, rows = a.row_offsets[b + 1] - a.row_offsets[b];
+  index_in_sequence /= items.head_tiles;
+  item.kv_head = index_in_sequence % a.K;
+  int64_t row = index_in_sequence / a.K * items.max_rows, rows = a.row_offsets[b + 1] - a.row_offsets[b];
   item.rows = min(items.max_rows, rows - row);
   item.first_row = a.row_offsets[b] + row;
   item.position = a.lengths[b] - rows + row;

@@ -30,10 +30,10 @@ template <class TC> struct CachedRows {
   // Prefetches W rows from position `key` on, unless `key` is at or after `end`.
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
-    const char* from = (const char*)(*this)[key];
+    const char* address = (const char*)(*this)[key];
     // Prefetches into L2, which supports more outstanding misses than L1. If no cache has the keys, this is twice as
     // fast as a prefetch into L1.
-    for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
+    for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(address + i, 0, 2);
   }
 };
 
@@ -52,8 +52,8 @@ template <class TC> struct NextTile {
     return next_tile;
   }
   INLINE_MEMBER void prefetch(int64_t i) const { keys.prefetch(tile + i, end); }
-  INLINE_MEMBER void prefetch_all(int64_t from = 0) const {
-    for (int64_t i = from; i < TILE; i += W) prefetch(i);
+  INLINE_MEMBER void prefetch_all(int64_t begin = 0) const {
+    for (int64_t i = begin; i < TILE; i += W) prefetch(i);
   }
 };
 
@@ -410,20 +410,21 @@ static void update_tile_softmax(const Attention& a, const Item& item, PackedOper
                            item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
                            first_key(a, item.position + rows.end - 1) <= tile;
   if (all_visible && a.soft_cap == 0 && !a.bias) {
-    const int64_t count = (rows.end - rows.begin) * item.heads;
-    for (int64_t m = 0; m < count; m++)
+    const int64_t num_queries = (rows.end - rows.begin) * item.heads;
+    for (int64_t m = 0; m < num_queries; m++)
       update_softmax<P, HAS_SCALES, COUNT, true>(a, packed, sums, m, Dp, 0, COUNT * W, nullptr);
     return;
   }
   for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
-    int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
-    int64_t last = min(min<int64_t>(position + a.keys_ahead, item.end_key - tile - 1), TILE - 1);
+    int64_t first_key_in_tile = max<int64_t>(first_key(a, item.position + row) - tile, 0);
+    int64_t last_key_in_tile = min(min<int64_t>(position + a.keys_ahead, item.end_key - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
-      if (first <= last) {
+      if (first_key_in_tile <= last_key_in_tile) {
         const int64_t query_head = item.kv_head * (a.H / a.K) + item.first_head + head;
         const float* bias = a.bias ? a.bias + query_head * a.bias_head_stride - position : nullptr;
-        update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first, last + 1, bias);
+        update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first_key_in_tile, last_key_in_tile + 1,
+                                                    bias);
       } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
@@ -437,10 +438,10 @@ INLINE void update_tile_softmax(const Attention& a, const Item& item, PackedOper
                                 int64_t tile, RowRange rows) {
   constexpr bool HAS_SCALES = sizeof(TC) == 1;
   constexpr int ALL = TILE / W;
-  const int64_t count = ceil_div(item.end_key - tile, W);
-  if (HAS_SCALES || ALL != 4 || count > 3) update_tile_softmax<P, HAS_SCALES, ALL>(a, item, packed, sums, tile, rows);
-  else if (count == 1) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 1>(a, item, packed, sums, tile, rows);
-  else if (count == 2) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 2>(a, item, packed, sums, tile, rows);
+  const int64_t vectors = ceil_div(item.end_key - tile, W);
+  if (HAS_SCALES || ALL != 4 || vectors > 3) update_tile_softmax<P, HAS_SCALES, ALL>(a, item, packed, sums, tile, rows);
+  else if (vectors == 1) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 1>(a, item, packed, sums, tile, rows);
+  else if (vectors == 2) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 2>(a, item, packed, sums, tile, rows);
   else update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 3>(a, item, packed, sums, tile, rows);
 }
 
@@ -480,14 +481,14 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
     next_tile.prefetch(i);
     pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
   }
-  const int64_t from = begin / W * W, columns = round_up(end, W) - from;
+  const int64_t begin_key = begin / W * W, num_keys = round_up(end, W) - begin_key;
   constexpr int64_t UNITS = P::SPAN / P::TERMS;
-  const int64_t first = begin / P::SPAN * UNITS, last = ceil_div(end, P::SPAN) * UNITS;
+  const int64_t first_unit = begin / P::SPAN * UNITS, end_unit = ceil_div(end, P::SPAN) * UNITS;
   // Processes a few rows at a time, so that their scores, weights and sums stay in the first-level cache.
   const int64_t cached_rows = max<int64_t>(1, CACHED_QUERIES / item.heads);
-  const int64_t height = cached_rows < 4 ? cached_rows : cached_rows / 4 * 4;
-  for (int64_t row = 0; row < item.rows; row += height) {
-    const RowRange rows = {row, min(row + height, item.rows)};
+  const int64_t rows_at_once = cached_rows < 4 ? cached_rows : cached_rows / 4 * 4;
+  for (int64_t row = 0; row < item.rows; row += rows_at_once) {
+    const RowRange rows = {row, min(row + rows_at_once, item.rows)};
     const int64_t M = (rows.end - rows.begin) * item.heads;
     PackedOperands<P> part = packed.skip_queries(row * item.heads, D);
     PartialSoftmax part_sums = sums.skip_queries(row * item.heads, Dp);
@@ -496,13 +497,13 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
     const float* unused_factors = part.factors;
     {
       [[maybe_unused]] const typename P::Mode mode{};
-      product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,
-                 false, unused_factors);
+      product<P>(part.q, padded_units<P>(D), part.keys + begin_key, TILE, part.scores + begin_key, TILE, M, num_keys,
+                 D / P::TERMS, false, unused_factors);
     }
     update_tile_softmax<P, TC>(a, item, part, part_sums, tile, rows);
     [[maybe_unused]] const typename P::Mode mode{};
-    product<P>(part.weights + first, TILE / P::TERMS, part.values + first * Dp, Dp, part_sums.out, Dp, M, Dp,
-               last - first, true, part.factors);
+    product<P>(part.weights + first_unit, TILE / P::TERMS, part.values + first_unit * Dp, Dp, part_sums.out, Dp, M, Dp,
+               end_unit - first_unit, true, part.factors);
   }
 }
 

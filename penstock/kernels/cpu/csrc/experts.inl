@@ -126,13 +126,13 @@ static void sort_pairs(const Experts& a, const ExpertsMemory& memory, const Team
   *memory.num_jobs = jobs;
 }
 
-// Computes the outputs of the panels first:last of a layer for the rows begin:begin + rows. `x` has the quantized rows
-// if the encoding needs them.
-static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
-                         int64_t last, void* sums) {
+// Computes the outputs of the panels first_panel:end_panel of a layer for the rows begin:begin + rows. `x` has the
+// quantized rows if the encoding needs them.
+static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first_panel,
+                         int64_t end_panel, void* sums) {
   const int64_t panel_stride = panel_bytes(a.encoding, a.K);
-  for (int64_t panel = first; panel < last; panel++) {
-    const int64_t next = panel + 1 < last ? panel + 1 : -1;
+  for (int64_t panel = first_panel; panel < end_panel; panel++) {
+    const int64_t next = panel + 1 < end_panel ? panel + 1 : -1;
     const char *w = (const char*)a.panels + panel * panel_stride, *ahead = next < 0 ? nullptr : w + panel_stride;
     if (a.encoding == 0) multiply_panel<FloatSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
     if (a.encoding == 1) multiply_panel<PairSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
@@ -163,8 +163,9 @@ static void multiply_jobs(const Experts& a, Linear layer, int64_t layer_index, i
     Linear linear = layer;
     // `order` stays null, because the inputs are already in the order of the panels.
     linear.panels = weights.panels, linear.scales = weights.scales, linear.bias = weights.bias;
-    const int64_t first = piece % runs_per_job * run_panels;
-    multiply_run(linear, x, job.begin - jobs->begin, job.rows, first, min(first + run_panels, panels), sums);
+    const int64_t first_panel = piece % runs_per_job * run_panels;
+    const int64_t end_panel = min(first_panel + run_panels, panels);
+    multiply_run(linear, x, job.begin - jobs->begin, job.rows, first_panel, end_panel, sums);
   });
 }
 
@@ -237,13 +238,14 @@ static void run(const Experts& a, const Team& team) {
     sort_pairs(a, ExpertsMemory(a, shared), team);
   }
   const ExpertsMemory memory(a, team.share(shared));
-  const int64_t jobs = *memory.num_jobs;
-  if (!jobs && team.rank == 0) __builtin_memset(a.out, 0, a.rows * a.E * (a.type == 0 ? 4 : 2));
-  for (int64_t first = 0, next; first < jobs; first = next) {
-    int64_t pairs = 0;
-    for (next = first; next < jobs && pairs + memory.jobs[next].rows <= memory.max_pairs; next++)
-      pairs += memory.jobs[next].rows;
-    WITH_TYPE(a.type, T, multiply_round<T>(a, memory, memory.jobs + first, next - first, team));
+  const int64_t num_jobs = *memory.num_jobs;
+  if (!num_jobs && team.rank == 0) __builtin_memset(a.out, 0, a.rows * a.E * (a.type == 0 ? 4 : 2));
+  for (int64_t first_job = 0, next_job; first_job < num_jobs; first_job = next_job) {
+    int64_t num_pairs = 0;
+    next_job = first_job;
+    for (; next_job < num_jobs && num_pairs + memory.jobs[next_job].rows <= memory.max_pairs; next_job++)
+      num_pairs += memory.jobs[next_job].rows;
+    WITH_TYPE(a.type, T, multiply_round<T>(a, memory, memory.jobs + first_job, next_job - first_job, team));
   }
 }
 KERNEL(experts, Experts)

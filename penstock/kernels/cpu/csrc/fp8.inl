@@ -119,22 +119,24 @@ template <class P, bool WIDE> static void multiply_fp8_tile(const Fp8Tile<P>& ti
 
 // Sets the inputs of a tile. Complete groups are read in place. An incomplete group is copied and padded.
 template <class P>
-INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, bf16* to) {
+INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs,
+                           bf16* copy) {
   tile.x = x, tile.x_stride = x_stride;
   if (inputs == FP8_GROUP) return;
-  tile.x = to, tile.x_stride = FP8_GROUP;
-  for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
-    __builtin_memcpy(to, x, inputs * 2);
-    __builtin_memset(to + inputs, 0, (FP8_GROUP - inputs) * 2);
+  tile.x = copy, tile.x_stride = FP8_GROUP;
+  for (int64_t r = 0; r < rows; r++, x += x_stride, copy += FP8_GROUP) {
+    __builtin_memcpy(copy, x, inputs * 2);
+    __builtin_memset(copy + inputs, 0, (FP8_GROUP - inputs) * 2);
   }
 }
 // Sets the inputs of a tile to a copy, widened to float32 and padded with zeros.
 template <class P>
-INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, float* to) {
-  tile.x = to, tile.x_stride = FP8_GROUP;
-  for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
-    __builtin_memset(to + inputs / W * W, 0, (FP8_GROUP - inputs / W * W) * 4);
-    for_vectors(inputs, EACH_VECTOR { store(to + i, load(x + i, lanes), lanes); });
+INLINE void set_fp8_inputs(Fp8Tile<P>& tile, const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs,
+                           float* copy) {
+  tile.x = copy, tile.x_stride = FP8_GROUP;
+  for (int64_t r = 0; r < rows; r++, x += x_stride, copy += FP8_GROUP) {
+    __builtin_memset(copy + inputs / W * W, 0, (FP8_GROUP - inputs / W * W) * 4);
+    for_vectors(inputs, EACH_VECTOR { store(copy + i, load(x + i, lanes), lanes); });
   }
 }
 

@@ -61,8 +61,8 @@ template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
 // sums and the factors. With 32 registers a tile processes the whole panel at once.
 constexpr int vectors_per_pass(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
-// The next types (S in templates) compute the product of a step of a panel. `add` multiplies `terms` numbers of each row
-// of x, of type X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
+// The next types (S in templates) compute the product of a step of a panel. `add` multiplies `terms` numbers of each
+// row of x, of type X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
 struct FloatSteps {
   typedef float T, X;
   static constexpr int TERMS = 1;
@@ -266,8 +266,8 @@ template <class S> static void multiply_block(const Block<S>& block, int64_t row
   }
 }
 
-// Computes the outputs of a panel for the rows first_row:first_row + rows. `next` is the panel that this thread probably
-// gets next, or null. `column` is the first output of the panel.
+// Computes the outputs of a panel for the rows first_row:first_row + rows. `next` is the panel that this thread
+// probably gets next, or null. `column` is the first output of the panel.
 template <class S>
 static void multiply_panel(const Linear& a, int64_t first_row, int64_t rows, const char* panel, const char* next,
                            int64_t column, float* sums) {

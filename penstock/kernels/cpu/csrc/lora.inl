@@ -229,14 +229,14 @@ template <class T> static void lora(const Lora& a, const Team& team) {
 // Returns an upper bound of the work, which counts the largest rank for every row. The adapters of the rows are not
 // known yet, because an earlier operation of the step may set them.
 static int64_t work(const Lora& a) {
-  int64_t total = 0;
+  int64_t work_per_row = 0;
   for (int64_t p = 0; p < a.num_slices; p++) {
     const LoraSlice& slice = a.slices[p];
     int64_t max_rank = slice.ranks ? 0 : slice.R;
     for (int64_t s = 0; slice.ranks && s < a.num_adapters; s++) max_rank = max(max_rank, slice.ranks[s]);
-    total += max_rank * (a.n + slice.N);
+    work_per_row += max_rank * (a.n + slice.N);
   }
-  return a.num_rows * total;
+  return a.num_rows * work_per_row;
 }
 static void run(const Lora& a, const Team& team) { WITH_TYPE(a.type, T, lora<T>(a, team)); }
 KERNEL(lora, Lora)

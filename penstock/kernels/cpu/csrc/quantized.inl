@@ -87,8 +87,8 @@ INLINE float largest_magnitude(vu magnitudes) {
   return bits >= 0x7f800000 ? __builtin_inff() : max_magnitude;
 }
 
-// If the largest magnitude of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0 (below
-// 1e-30) or NaN, and returns true. Otherwise returns false.
+// If the largest magnitude of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0
+// (below 1e-30) or NaN, and returns true. Otherwise returns false.
 INLINE bool store_if_degenerate(float max_magnitude, int64_t n, int8_t* integers, float* scale) {
   if (max_magnitude >= 1e-30f && max_magnitude < __builtin_inff()) return false;
   *scale = max_magnitude < 1e-30f ? 0 : __builtin_nanf("");
@@ -281,7 +281,7 @@ INLINE int64_t groups_of(int64_t encoding, int64_t K) {
 
 // Quantizes a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
 template <class T>
-static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
+static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& result, const int32_t* order) {
   T gathered[GROUP];
   auto read_inputs = [&](int64_t begin, int64_t count) __attribute__((always_inline)) {
     if (!order) return x + begin;
@@ -289,23 +289,23 @@ static void quantize_row(const T* x, int64_t K, int64_t encoding, const Quantize
     return (const T*)gathered;
   };
   if (encoding == 2) {
-    *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
+    *result.starts = -128 * quantize_with_extras(x, K, result.integers, result.scales, result.extras);
   } else {
     const int32_t factor = start_factor(encoding);
     const int64_t scale_inputs = scaled_inputs(encoding), groups = groups_of(encoding, K);
     int64_t group = 0;
     if (scale_inputs == GROUP)
       for (; (group + 1) * GROUP <= K; group++)
-        to.starts[group] = factor * quantize(read_inputs(group * GROUP, GROUP), GROUP, to.integers + group * GROUP,
-                                             to.scales + group);
+        result.starts[group] = factor * quantize(read_inputs(group * GROUP, GROUP), GROUP,
+                                                 result.integers + group * GROUP, result.scales + group);
     for (; group * scale_inputs < K; group++) {
       const int64_t count = min(scale_inputs, K - group * scale_inputs);
-      to.starts[group] = factor * quantize(read_inputs(group * scale_inputs, count), count,
-                                           to.integers + group * scale_inputs, to.scales + group);
+      result.starts[group] = factor * quantize(read_inputs(group * scale_inputs, count), count,
+                                               result.integers + group * scale_inputs, result.scales + group);
     }
-    for (; group < groups; group++) to.starts[group] = 0, to.scales[group] = 0;
+    for (; group < groups; group++) result.starts[group] = 0, result.scales[group] = 0;
   }
-  __builtin_memset(to.integers + K, 0, to.stride - K);
+  __builtin_memset(result.integers + K, 0, result.stride - K);
 }
 
 // ---- products of bytes ----
@@ -421,10 +421,10 @@ constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
 // Types such as Bytes, Groups<4> and Blocks<Q4K> (S in templates) describe the units of the panels of an encoding, and
-// multiply them. INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines.
-// X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of
-// a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with
-// up to 2, up to 4 and more passes.
+// multiply them. INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache
+// lines. X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of
+// units of a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per
+// part with up to 2, up to 4 and more passes. Offsets are in bytes.
 
 // int8 weights.
 struct Bytes {
@@ -671,13 +671,13 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
   char* memory = own_memory + chunk_rows * PANEL * 4;
   if (!each_quantizes) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, quantized_bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
-  for (int64_t first = 0; first < a.rows; first += max_rows) {
-    const int64_t rows = min(max_rows, a.rows - first), chunks = chunks_of(rows, a.N, chunk_rows, team);
-    if (first) team.barrier();  // other threads may still read the previous rows
+  for (int64_t first_row = 0; first_row < a.rows; first_row += max_rows) {
+    const int64_t rows = min(max_rows, a.rows - first_row), chunks = chunks_of(rows, a.N, chunk_rows, team);
+    if (first_row) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         WITH_TYPE(a.type, T, {
-          quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
+          quantize_row((const T*)a.x + (first_row + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
         });
     };
     if (each_quantizes) {
@@ -689,7 +689,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
     const Pieces pieces(a, team, rows, chunks, chunks);
     over_pieces(team, pieces.num_pieces(), [&](int64_t piece) {
       pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-        multiply_panel<S>(a, x.skip_rows(begin), first + begin, end - begin, panel, next, (uint32_t*)own_memory);
+        multiply_panel<S>(a, x.skip_rows(begin), first_row + begin, end - begin, panel, next, (uint32_t*)own_memory);
       });
     });
   }
