@@ -35,7 +35,7 @@ struct Attention {
   const float* bias;         // [H, ...] or null: bias[h * bias_head_stride + key - query] is added to a scaled score
   int64_t B, H, N, K, S, D;  // sequences, query heads, cache blocks, kv heads, tokens per block, head size
   int64_t q_row_stride, q_head_stride, table_stride;
-  int64_t window;      // number of keys that a query sees up to its own position, if not chunked; 0: all
+  int64_t window;      // window size: maximum number of keys that a query sees up to its own position; 0: no limit
   int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
   int64_t keys_ahead; // number of keys after its position that a query sees; 0: causal attention
   int64_t bias_head_stride;

@@ -1,7 +1,8 @@
 // Attention of the queries of an item over one tile of keys: scores, their softmax, and the weighted sum of the values.
 //
-// `tile` is the position of the first key of a tile. `begin` and `end` bound the keys of a tile that an item needs,
-// relative to `tile`. M is the padded number of queries, D the head size, and Dp the padded head size.
+// `tile` is the position of the first key of a tile. In the functions that process a tile, `begin` and `end` are the
+// bounds of the keys that the item needs, relative to `tile`. M is a number of queries, D the head size, and Dp the
+// padded head size.
 
 // Returns the padded number of columns of a row of D values, a multiple of two vectors.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }

@@ -302,8 +302,8 @@ template <class F> INLINE void with_blocks(int64_t encoding, F run) {
 template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t panel) {
   constexpr int64_t SCALE_BYTES = Form::Scale::BYTES, MIN_BYTES = Form::KIND.min_bytes;
   const int64_t units = ceil_div(a.K, Form::INPUTS), first_output = panel * PANEL;
-  const int64_t num_outputs = min(PANEL, a.N - first_output), row_scales = ceil_div(a.K, Form::SIZE);
-  const int64_t row_minima = ceil_div(a.K, GROUP), row_factors = ceil_div(a.K, 256);  // numbers per row
+  const int64_t num_outputs = min(PANEL, a.N - first_output), scales_per_row = ceil_div(a.K, Form::SIZE);
+  const int64_t minima_per_row = ceil_div(a.K, GROUP), factors_per_row = ceil_div(a.K, 256);
   char* unit = (char*)a.panels + panel * units * Form::UNIT_BYTES;
   __builtin_memset(unit, 0, units * Form::UNIT_BYTES);
   for (int64_t u = 0; u < units; u++, unit += Form::UNIT_BYTES) {
@@ -322,21 +322,22 @@ template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t 
           if (Form::KIND.bits == 6)
             to[Form::HIGH_BITS_OFFSET + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
         }
-        const int64_t num_scales = SCALE_BYTES ? min(Form::X_SCALES, row_scales - group * Form::X_SCALES) : 0;
+        const int64_t num_scales = SCALE_BYTES ? min(Form::X_SCALES, scales_per_row - group * Form::X_SCALES) : 0;
         for (int64_t scale_index = 0; scale_index < num_scales; scale_index++)
           __builtin_memcpy(
               group_memory + Form::SCALES_OFFSET + (scale_index * PANEL + column) * SCALE_BYTES,
-              (const char*)a.scales + (row * row_scales + group * Form::X_SCALES + scale_index) * SCALE_BYTES,
+              (const char*)a.scales + (row * scales_per_row + group * Form::X_SCALES + scale_index) * SCALE_BYTES,
               SCALE_BYTES);
         if (MIN_BYTES)
           __builtin_memcpy(group_memory + Form::MINIMA_OFFSET + column * MIN_BYTES,
-                           (const char*)a.zeros + (row * row_minima + group) * MIN_BYTES, MIN_BYTES);
+                           (const char*)a.zeros + (row * minima_per_row + group) * MIN_BYTES, MIN_BYTES);
       }
       if (Form::HAS_UNIT_SCALES)
         ((float*)(unit + Form::FACTORS_OFFSET))[column] = ((const float*)a.scales)[row * units + u];
-      else if (Form::GROUPS > 1) ((uint16_t*)(unit + Form::FACTORS_OFFSET))[column] = a.factors[row * row_factors + u];
+      else if (Form::GROUPS > 1)
+        ((uint16_t*)(unit + Form::FACTORS_OFFSET))[column] = a.factors[row * factors_per_row + u];
       if (Form::GROUPS > 1 && MIN_BYTES)
-        ((uint16_t*)(unit + Form::MIN_FACTORS_OFFSET))[column] = a.min_factors[row * row_factors + u];
+        ((uint16_t*)(unit + Form::MIN_FACTORS_OFFSET))[column] = a.min_factors[row * factors_per_row + u];
     }
   }
 }

@@ -59,7 +59,7 @@ extern "C" VISIBLE const char* penstock_cpu_features() {
 static int64_t progress;
 int64_t* penstock_progress = &progress;  // C linkage, as declared in scratch.h
 
-// Makes the kernels count their progress in `counter`, block must outlive all kernel calls. Must not be called while a
+// Makes the kernels count their progress in `counter`, which must outlive all kernel calls. Must not be called while a
 // kernel runs.
 extern "C" VISIBLE void penstock_count_progress_in(int64_t* counter) { penstock_progress = counter; }
 

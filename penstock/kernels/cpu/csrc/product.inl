@@ -48,7 +48,7 @@ struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so t
 // product instruction always does so.
 struct FlushedDenormals {
   const unsigned saved_mode = _mm_getcsr();
-  INLINE_MEMBER FlushedDenormals() { set(saved_mode | 0x8040); }  // the bits for results and for operands
+  INLINE_MEMBER FlushedDenormals() { set(saved_mode | 0x8040); }  // the bits FTZ and DAZ
   INLINE_MEMBER ~FlushedDenormals() { set(saved_mode); }
   INLINE_MEMBER static void set(unsigned mode) {
     __asm__ volatile("" ::: "memory");

@@ -3,7 +3,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The two blocks of scratch memory of a thread, block are kept between calls. PRIVATE is used by the thread itself,
+// The two blocks of scratch memory of a thread, which are kept between calls. PRIVATE is used by the thread itself,
 // SHARED by all threads of its team. SCRATCH_BLOCKS is the number of blocks.
 enum Scratch { PRIVATE, SHARED, SCRATCH_BLOCKS };
 
