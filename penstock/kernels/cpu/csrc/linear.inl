@@ -25,16 +25,16 @@ struct Linear {
   int64_t activation;  // of the results: 0 for none, else 1 + the number of an activation (elementwise.inl)
 };
 
-constexpr int64_t PANEL = 64;  // outputs per panel
-constexpr int TILE_ROWS = W == 4 ? 4 : 6;  // maximum number of rows of x in a tile
-constexpr int64_t STEP_BYTES = 4 * PANEL;  // bytes of a panel per step: one float or two bfloat16 per output
-constexpr int64_t BLOCK_STEPS = 512;  // steps per block: the current and the prefetched block fit in the cache
+constexpr int64_t PANEL = 64;                 // outputs per panel
+constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // maximum number of rows of x in a tile
+constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: one float or two bfloat16 per output
+constexpr int64_t BLOCK_STEPS = 512;          // steps per block: the current and the prefetched block fit in the cache
 constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // number of steps for which x is widened at once
-constexpr int64_t CACHED_BYTES = 8 << 20;  // bytes of x that stay in the last-level cache while all weights are read
-constexpr int64_t MAX_CHUNK_ROWS = 252;  // rows of a chunk, whose sums stay in the last-level cache, too
-constexpr int64_t MIN_CHUNK_ROWS = 24;  // smaller chunks read the weights too often
-constexpr int64_t LINE = 64;  // bytes
-constexpr int64_t FEW_ROWS = 8;  // up to this many rows, a thread gets a long run of panels, see Pieces
+constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
+constexpr int64_t MAX_CHUNK_ROWS = 252;       // rows of a chunk, whose sums stay in the last-level cache, too
+constexpr int64_t MIN_CHUNK_ROWS = 24;        // smaller chunks read the weights too often
+constexpr int64_t LINE = 64;                  // bytes
+constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets a long run of panels, see Pieces
 constexpr int64_t MAX_FETCHED_BYTES = 256 << 10;  // maximum bytes of the next layer that a waiting thread prefetches
 
 // The template argument FETCHED selects the cache lines that a pass over a panel prefetches at each step:
