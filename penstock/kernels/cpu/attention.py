@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.experts import CpuExperts
-from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL_MULTIPLICATIONS
 from penstock.kernels.inputs import LayerKV, SequenceBlocks
 from penstock.kernels.spans import ImageSpans
 
 _CACHE_DTYPE_CODES = {**DTYPE_CODES, torch.int8: 2}
+"""Codes, in csrc, of the types of the KV cache that the kernels support."""
+
 _ENCODER_BLOCK_SIZE = 16
 """Tokens per block of the temporary KV cache into which `encoder_attention` copies keys and values.
 
@@ -239,7 +241,7 @@ class CpuAttention(CpuExperts):
         """
         out = self._empty(q.shape, q.dtype)
         rows, heads, dim = q.shape
-        is_long = rows * _ENCODER_BLOCK_SIZE * heads * dim > LONG_KERNEL
+        is_long = rows * _ENCODER_BLOCK_SIZE * heads * dim > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_short_attention if is_long else self._kernels.short_attention)(
             DTYPE_CODES[q.dtype],
             q.data_ptr(),
@@ -282,7 +284,7 @@ class CpuAttention(CpuExperts):
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         rows, heads, _ = q.shape
         out = self._empty(q.shape, q.dtype)
-        is_long = rows * block_tables.shape[1] * block_size * heads * dim > LONG_KERNEL
+        is_long = rows * block_tables.shape[1] * block_size * heads * dim > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_attention if is_long else self._kernels.attention)(
             DTYPE_CODES[q.dtype],
             _CACHE_DTYPE_CODES[cache.dtype],
@@ -319,14 +321,15 @@ class CpuAttention(CpuExperts):
         return _make_sequence_blocks(row_offsets.numpy().astype(np.int64))
 
 
-def _make_sequence_blocks(offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
-    """Return the blocks of sequences whose row offsets are ``offsets [B + 1]``."""
-    lengths = np.diff(offsets)
+def _make_sequence_blocks(row_offsets: npt.NDArray[np.int64]) -> SequenceBlocks:
+    """Return the blocks of sequences whose row offsets are ``row_offsets [B + 1]``."""
+    lengths = np.diff(row_offsets)
     block_counts = -(-lengths // _ENCODER_BLOCK_SIZE)  # [B]
     first_blocks = block_counts.cumsum() - block_counts  # [B]
     num_blocks, table_width = int(block_counts.sum()), int(block_counts.max(initial=0))
     block_tables = np.minimum(first_blocks[:, None] + np.arange(table_width), num_blocks - 1).astype(np.int32)
-    slots = np.arange(offsets[-1]) + (first_blocks * _ENCODER_BLOCK_SIZE - offsets[:-1]).repeat(lengths)
+    slot_shifts = first_blocks * _ENCODER_BLOCK_SIZE - row_offsets[:-1]  # [B]: slot minus row
+    slots = np.arange(row_offsets[-1]) + slot_shifts.repeat(lengths)
     return SequenceBlocks(
         torch.from_numpy(block_tables),
         torch.from_numpy(slots),

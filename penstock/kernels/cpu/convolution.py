@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
-from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL_MULTIPLICATIONS
 from penstock.kernels.cpu.recurrent import CpuRecurrent
 from penstock.kernels.reference.convolution import apply_to_sequences
 
@@ -37,7 +37,7 @@ class CpuConvolution(CpuRecurrent):
         assert taps.is_contiguous()
         bias = packed.bias
         out = self._empty((rows, packed.out_channels), x.dtype)
-        is_long = rows * packed.out_channels * packed.kernel_size > LONG_KERNEL
+        is_long = rows * packed.out_channels * packed.kernel_size > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_depthwise_conv1d if is_long else self._kernels.depthwise_conv1d)(
             dtype_code,
             x.data_ptr(),

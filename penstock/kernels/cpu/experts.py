@@ -16,7 +16,7 @@ from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.linear import (
     ACTIVATION_CODES,
     DTYPE_CODES,
-    LONG_KERNEL,
+    LONG_KERNEL_MULTIPLICATIONS,
     PANELS,
     CpuLinear,
     supports_dtype,
@@ -92,12 +92,12 @@ class CpuExperts(CpuLinear):
                 "experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False}
             )
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
-        (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
+        (rows, hidden), top_k, inner = x.shape, topk_ids.shape[1], down.in_features
         expected_sizes = (gate_up.in_features, len(topk_weights), len(topk_ids))
         assert (hidden, rows, rows) == expected_sizes, "x, topk_weights or topk_ids has the wrong size"
         gating_code, alpha, limit = _gating_arguments(gating)
         out = self._empty(x.shape, x.dtype)
-        is_long = 3 * rows * top * hidden * inner > LONG_KERNEL
+        is_long = 3 * rows * top_k * hidden * inner > LONG_KERNEL_MULTIPLICATIONS
         bad_index = (self._kernels.long_experts if is_long else self._kernels.experts)(
             dtype_code,
             gating_code,
@@ -110,7 +110,7 @@ class CpuExperts(CpuLinear):
             self._keep_alive(table.addresses).data_ptr(),
             out.data_ptr(),
             rows,
-            top,
+            top_k,
             len(packed.down),
             ENCODING_CODES[gate_up.encoding],
             ENCODING_CODES[down.encoding],
@@ -165,8 +165,8 @@ def _are_uniform(linears: Sequence[PackedLinear]) -> bool:
 
 def _format(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:
     """Return the encoding, the number of inputs and outputs, and the bias type of a layer."""
-    bias = None if linear.bias is None else linear.bias.dtype
-    return linear.encoding, linear.in_features, linear.out_features, bias
+    bias_dtype = None if linear.bias is None else linear.bias.dtype
+    return linear.encoding, linear.in_features, linear.out_features, bias_dtype
 
 
 def _tensor_addresses(linear: PackedLinear) -> list[int]:

@@ -43,13 +43,12 @@ class CpuGraphCompiler(GraphCompiler):
         self._contention = CoreContention()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CompiledPlan, tuple[Tensor, ...]]:
-        shapes = _ShapeOps(self.ops)
-        plan = record(shapes, inputs, lambda ops: step(ops, inputs))
-        required = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shapes.scratch_bytes
-        if required > len(self._arena):  # existing graphs keep the previous arena
-            self._arena = torch.empty(
-                max(required, min(2 * required, _MAX_OVERSIZED_ARENA_BYTES)), dtype=torch.uint8
-            )
+        shape_ops = _ShapeOps(self.ops)
+        plan = record(shape_ops, inputs, lambda ops: step(ops, inputs))
+        required_bytes = -(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT + shape_ops.scratch_bytes
+        if required_bytes > len(self._arena):  # existing graphs keep the previous arena
+            arena_bytes = max(required_bytes, min(2 * required_bytes, _MAX_OVERSIZED_ARENA_BYTES))
+            self._arena = torch.empty(arena_bytes, dtype=torch.uint8)
         graph = CompiledPlan(plan, self.ops, inputs, self._arena, self._contention)
         return graph, graph.replay(list(inputs.values()))
 

@@ -36,14 +36,15 @@ ABI = 23
 Kernel = Callable[..., int]
 """A C function.
 
-Returns -1, or the index of an invalid value, such as a token id outside the embedding table.
+Returns -1, or the index of an invalid value, such as a token id outside the embedding table. A collective
+returns 0 if it waits for another rank in vain.
 """
 
 FUNCTIONS: Mapping[str, CFunction] = {
     "pack": CFunction("2q P q 4P 2q"),  # packs weights; not part of a step
     "pack_codes": CFunction("q P q 5P 2q"),
     "from_rank_0": CFunction("P q P q", can_be_long=True),  # copies sampled tokens in a `CompiledLoop`
-    **{name: function for row in OPERATIONS.values() for name, function in row.functions.items()},
+    **{name: function for operation in OPERATIONS.values() for name, function in operation.functions.items()},
 }
 """The C functions by name: the functions of `OPERATIONS`, and those above that belong to no operation."""
 
@@ -52,8 +53,8 @@ class Kernels:
     """The C functions of one instruction set, as attributes.
 
     The arguments of a function are the fields of its struct in csrc, in order. ``long_<name>`` releases the
-    GIL while it runs. Acquiring the GIL again takes 100 us if another Python thread is busy, so short calls
-    keep it.
+    GIL while it runs. If another Python thread is busy, acquiring the GIL again may take one switch interval,
+    by default 5 ms, so short calls keep it.
 
     Args:
         isa: the instruction set.
@@ -80,19 +81,19 @@ class CapturedCall:
 @cache
 def open_kernels(isa: str) -> Kernels:
     """Return the kernels compiled for ``isa``, which count their progress. The library must be usable."""
-    keeping_gil, releasing_gil = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
-    functions = {name: _function(keeping_gil, name, isa) for name in FUNCTIONS}
+    gil_keeping_library, gil_releasing_library = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
+    functions = {name: _load_function(gil_keeping_library, name, isa) for name in FUNCTIONS}
     for name, function in FUNCTIONS.items():
         if function.can_be_long:
-            functions[f"long_{name}"] = _function(releasing_gil, name, isa)
-    _count_progress(keeping_gil)
+            functions[f"long_{name}"] = _load_function(gil_releasing_library, name, isa)
+    _count_progress(gil_keeping_library)
     return Kernels(isa, functions)
 
 
 def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
     """Return kernels that append their calls to ``captured`` instead of running."""
 
-    def capture(name: str) -> Kernel:
+    def make_capturing_kernel(name: str) -> Kernel:
         pack = struct.Struct(FUNCTIONS[name].arguments).pack
 
         def kernel(*arguments: object) -> int:
@@ -101,7 +102,7 @@ def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
 
         return kernel
 
-    functions = {name: capture(name) for name in FUNCTIONS}
+    functions = {name: make_capturing_kernel(name) for name in FUNCTIONS}
     long_functions = {
         f"long_{name}": functions[name] for name, function in FUNCTIONS.items() if function.can_be_long
     }
@@ -111,7 +112,7 @@ def capturing_kernels(isa: str, captured: list[CapturedCall]) -> Kernels:
 class CoreContention(ctypes.Structure):
     """The state of ``CoreContention`` in csrc/plan.inl: how long compiled steps run on a single thread."""
 
-    _fields_ = (("alone_until", ctypes.c_int64), ("pause", ctypes.c_int64))
+    _fields_ = (("alone_until", ctypes.c_int64), ("last_alone_period", ctypes.c_int64))
 
 
 class CompiledSteps:
@@ -139,9 +140,12 @@ class CompiledSteps:
         return len(self._table.names)
 
     def __call__(self) -> str | None:
-        """Run all kernel calls. Return the name of a kernel that got an invalid value; None if none did."""
-        failed_call = self._function(*self._arguments)
-        return None if failed_call < 0 else self._table.names[failed_call]
+        """Run all kernel calls. Return the name of the first kernel that failed, or None.
+
+        A kernel fails if it gets an invalid value, or if it waits for another rank in vain.
+        """
+        failed_index = self._function(*self._arguments)
+        return None if failed_index < 0 else self._table.names[failed_index]
 
 
 class CompiledLoop:
@@ -173,7 +177,7 @@ class CompiledLoop:
         self._function.restype = ctypes.c_int64
         self._contention = contention
         self._loop = _LoopArguments(
-            operations=self._table.address, count=len(captured), rows=rows, tokens=tokens_address
+            operations=self._table.address, num_operations=len(captured), rows=rows, tokens=tokens_address
         )
 
     def __call__(
@@ -192,10 +196,10 @@ class CompiledLoop:
             sampled_tokens_address: address to which the sampled tokens ``[num_steps, rows]`` int64 are
                 written.
             num_steps: maximum number of steps. The loop ends early once every row has sampled a stop token,
-                or after a step in which a kernel got an invalid value.
+                or after a step in which a kernel failed.
 
         Returns:
-            The number of steps that ran, and the name of a kernel that got an invalid value, or None.
+            The number of steps that ran, and the name of the first kernel that failed, or None.
         """
         loop = self._loop
         input_table = (_StepInput * len(step_inputs))(
@@ -204,14 +208,14 @@ class CompiledLoop:
         loop.step_inputs, loop.num_step_inputs = ctypes.addressof(input_table), len(step_inputs)
         loop.stop_tokens, loop.num_stop_tokens = stop_tokens
         loop.sampled_tokens, loop.num_steps = sampled_tokens_address, num_steps
-        failed_call = self._function(ctypes.addressof(loop), ctypes.addressof(self._contention))
-        return loop.steps_run, None if failed_call < 0 else self._table.names[failed_call]
+        failed_index = self._function(ctypes.addressof(loop), ctypes.addressof(self._contention))
+        return loop.num_steps_run, None if failed_index < 0 else self._table.names[failed_index]
 
 
 class _StepInput(ctypes.Structure):
     """``StepInput`` in csrc/plan.inl."""
 
-    _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
+    _fields_ = (("destination", ctypes.c_void_p), ("source", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
 
 
 class _LoopArguments(ctypes.Structure):
@@ -219,7 +223,7 @@ class _LoopArguments(ctypes.Structure):
 
     _fields_ = (
         ("operations", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
+        ("num_operations", ctypes.c_int64),
         ("step_inputs", ctypes.c_void_p),
         ("num_step_inputs", ctypes.c_int64),
         ("num_steps", ctypes.c_int64),
@@ -228,7 +232,7 @@ class _LoopArguments(ctypes.Structure):
         ("stop_tokens", ctypes.c_void_p),
         ("num_stop_tokens", ctypes.c_int64),
         ("sampled_tokens", ctypes.c_void_p),
-        ("steps_run", ctypes.c_int64),
+        ("num_steps_run", ctypes.c_int64),
     )
 
 
@@ -288,8 +292,8 @@ def available_isas() -> tuple[str, ...]:
     """Return those of `ISAS` that this CPU supports, in this order; empty without a usable library."""
     if not is_usable():
         return ()
-    best: int = ctypes.PyDLL(str(PATH)).penstock_best_isa()
-    return ISAS[: best + 1]
+    best_index: int = ctypes.PyDLL(str(PATH)).penstock_best_isa()
+    return ISAS[: best_index + 1]
 
 
 def chosen_isa() -> str | None:
@@ -309,13 +313,13 @@ def cpu_features() -> list[str]:
     """Return the features of this CPU that the kernels can use; empty without a usable library."""
     if not is_usable():
         return []
-    describe = ctypes.PyDLL(str(PATH)).penstock_cpu_features
-    describe.restype = ctypes.c_char_p
-    names: bytes = describe()
+    cpu_features_function = ctypes.PyDLL(str(PATH)).penstock_cpu_features
+    cpu_features_function.restype = ctypes.c_char_p
+    names: bytes = cpu_features_function()
     return names.decode().split()
 
 
-def _function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
+def _load_function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
     """Return a C function of the library that takes the fields of its struct as Python arguments."""
     function = library[f"penstock_{name}_{isa}"]
     # The arguments are packed into bytes: ctypes takes 1.1 us to convert 11 arguments, packing takes 0.25 us.

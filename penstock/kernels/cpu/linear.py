@@ -35,11 +35,11 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 """Codes of the activation functions in csrc/elementwise.inl."""
 
-LONG_KERNEL = 1 << 27
+LONG_KERNEL_MULTIPLICATIONS = 1 << 27
 """A kernel call with more multiplications than this takes milliseconds, so it releases the GIL."""
 
 
-_SLICE_BYTES = 2 << 20
+_MAX_SLICE_BYTES = 2 << 20
 """Maximum bytes of a packed slice of a weight whose packing is deferred, unless one panel is larger.
 
 `CpuLinear` packs and multiplies one slice at a time. A slice fits in the cache of a core.
@@ -69,12 +69,12 @@ class CpuLinear(ReferenceOps):
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._weights = WeightMemory()
-        self._slice = SliceMemory(_SLICE_BYTES)
+        self._weight_memory = WeightMemory()
+        self._slice_memory = SliceMemory(_MAX_SLICE_BYTES)
         self._logged_fallbacks: set[tuple[str, str]] = set()
 
     def pack_into(self, memory: PrefaultedMemory) -> None:
-        self._weights = WeightMemory(memory)
+        self._weight_memory = WeightMemory(memory)
 
     def pack_linear(
         self,
@@ -105,7 +105,7 @@ class CpuLinear(ReferenceOps):
             self._report_fallback("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices, order=order)
         with torch.no_grad():
-            tensors = pack_rows(self._kernels, self._weights, encoding, rows)
+            tensors = pack_rows(self._kernels, self._weight_memory, encoding, rows)
         shape = weight_shape([rows["weight"]])
         return make_packed_linear(tensors, shape, encoding, bias, slices, self.layout, order)
 
@@ -119,7 +119,7 @@ class CpuLinear(ReferenceOps):
         importance: Tensor | None = None,
     ) -> dict[str, Tensor]:
         with torch.no_grad():
-            return pack_panels(self._kernels, self._weights, encoding, parts, importance=importance)
+            return pack_panels(self._kernels, self._weight_memory, encoding, parts, importance=importance)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias = packed.bias
@@ -184,7 +184,7 @@ class CpuLinear(ReferenceOps):
         """
         rows, in_features = x.shape
         out_features, scales = y.shape[1], tensors.get("scales")
-        is_long = rows * in_features * out_features > LONG_KERNEL
+        is_long = rows * in_features * out_features > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_linear if is_long else self._kernels.linear)(
             ENCODING_CODES[encoding],
             DTYPE_CODES[x.dtype],
@@ -216,12 +216,12 @@ class CpuLinear(ReferenceOps):
         ``parts`` are the parts of the weight along its outputs, in order.
         """
         encoding = DType.from_torch(x.dtype).value
-        slice_rows = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
+        slice_rows = max(_MAX_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
         for part in parts:
             for rows in torch.split(part, slice_rows):
                 end = start + len(rows)
-                tensors = pack_panels(self._kernels, self._slice, encoding, [rows])
+                tensors = pack_panels(self._kernels, self._slice_memory, encoding, [rows])
                 slice_bias = None if bias is None else bias[start:end]
                 self._multiply(y[:, start:end], x, encoding, tensors, slice_bias, activation=activation)
                 start = end
@@ -248,7 +248,7 @@ class CpuLinear(ReferenceOps):
             table_rows.append((*addresses, max_rank, layer_slice.start, width))
             multiplications += len(x) * max_rank * (x.shape[1] + width)
         table = self._keep_alive(torch.tensor(table_rows, dtype=torch.int64))
-        (self._kernels.long_lora if multiplications > LONG_KERNEL else self._kernels.lora)(
+        (self._kernels.long_lora if multiplications > LONG_KERNEL_MULTIPLICATIONS else self._kernels.lora)(
             dtype_code,
             x.data_ptr(),
             x.stride(0),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.host.memory import CACHE_LINE, PrefaultedMemory, huge_pages
 
-_CHUNK_BYTES = 32 << 20
+_MIN_CHUNK_BYTES = 32 << 20
 """Minimum bytes that `WeightMemory` allocates at once."""
 
 
@@ -37,7 +37,7 @@ class WeightMemory:
         if memory is not None:
             return torch.from_numpy(memory).view(dtype).view(shape)
         if num_bytes > len(self._chunk):
-            self._chunk = torch.from_numpy(huge_pages(max(num_bytes, _CHUNK_BYTES)))
+            self._chunk = torch.from_numpy(huge_pages(max(num_bytes, _MIN_CHUNK_BYTES)))
         tensor = self._chunk[:num_bytes].view(dtype).view(shape)
         self._chunk = self._chunk[-(-num_bytes // CACHE_LINE) * CACHE_LINE :]
         return tensor

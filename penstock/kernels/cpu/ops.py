@@ -13,7 +13,7 @@ from penstock.kernels.cpu.linear import DTYPE_CODES
 from penstock.kernels.cpu.routing import CpuRouting
 from penstock.kernels.inputs import SamplingInputs
 
-_LONG_SAMPLE = 1 << 20
+_LONG_SAMPLE_LOGITS = 1 << 20
 """Number of logits above which sampling takes long enough to release the GIL."""
 
 
@@ -43,18 +43,17 @@ class CpuOps(CpuCollectives, CpuRouting):
         return self.take_rows(cos, positions), self.take_rows(sin, positions)
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        x_strides, strides = x.stride(), values.stride()
+        x_strides, values_strides = x.stride(), values.stride()
         rows_fit = rows.dtype == torch.int64 and rows.is_contiguous()
-        fits = (
-            rows_fit and len(x_strides) == 2 and x_strides[1] == strides[1] == 1 and x.dtype == values.dtype
-        )
+        columns_fit = len(x_strides) == 2 and x_strides[1] == values_strides[1] == 1
+        fits = rows_fit and columns_fit and x.dtype == values.dtype
         if not fits:
             self._report_fallback("put_rows", {"this memory layout or mixed types": False})
             return super().put_rows(x, rows, values)
         (num_rows, width), element_bytes = x.shape, x.element_size()
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), values.data_ptr(), rows.data_ptr(), out.data_ptr())
-        byte_strides = (x_strides[0] * element_bytes, strides[0] * element_bytes)
+        byte_strides = (x_strides[0] * element_bytes, values_strides[0] * element_bytes)
         sizes = (num_rows, rows.shape[0], width * element_bytes, *byte_strides)
         self._check(self._kernels.put_rows(*pointers, *sizes), rows, num_rows)
         return out
@@ -87,21 +86,21 @@ class CpuOps(CpuCollectives, CpuRouting):
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
         dtype_code, strides = DTYPE_CODES.get(logits.dtype), logits.stride()
-        masks_fit = bitmask is None or bitmask.is_contiguous()
-        if dtype_code is None or strides[1] != 1 or not masks_fit or not _has_kernel_types(sampling):
+        bitmask_fits = bitmask is None or bitmask.is_contiguous()
+        if dtype_code is None or strides[1] != 1 or not bitmask_fits or not _has_kernel_types(sampling):
             self._report_fallback(
                 "sample",
                 {
                     f"{logits.dtype} logits": dtype_code is not None,
                     "rows that are not contiguous": strides[1] == 1,
-                    "this bitmask layout": masks_fit,
+                    "this bitmask layout": bitmask_fits,
                     "these parameter types": _has_kernel_types(sampling),
                 },
             )
             return super().sample(logits, sampling, bitmask)
         rows, vocabulary = logits.shape
         tokens = self._empty((rows,), torch.int64)
-        is_long = rows * vocabulary > _LONG_SAMPLE
+        is_long = rows * vocabulary > _LONG_SAMPLE_LOGITS
         (self._kernels.long_sample if is_long else self._kernels.sample)(
             dtype_code,
             logits.data_ptr(),

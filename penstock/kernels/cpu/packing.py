@@ -19,7 +19,7 @@ _BLOCKS = {
     **{"nf4": 15, "fp4": 16, "q4_z": 17},
 }
 _BYTE_ENCODINGS = {"uint4": 5, "uint8": 6, "fp8": 7, **_BLOCKS}
-"""The encodings that store one byte per weight in rows, with their numbers in csrc/linear.inl.
+"""The encodings whose rows are uint8 codes, one per weight, with their numbers in csrc/linear.inl.
 
 Torch quantizes floats to these encodings. The kernel ``pack_codes`` packs the bytes without quantizing.
 """
@@ -74,7 +74,7 @@ def pack_panels(
     group_scales = scales.contiguous() if group_size and scales is not None else None
     if importance is not None and group_size:  # padded to whole groups
         importance = F.pad(importance.float(), (0, -inputs % group_size), value=1.0).contiguous()
-    start = 0
+    first_output = 0
     for part in parts:
         source = part if part.dtype in _SOURCE_TYPES else part.float()
         source = source if source.stride(1) == 1 else source.contiguous()
@@ -84,13 +84,13 @@ def pack_panels(
             source.data_ptr(),
             source.stride(0),
             0 if group_scales is None else group_scales.data_ptr(),
-            panels[start // PANEL :].data_ptr(),
-            0 if written_scales is None else written_scales[start:].data_ptr(),
+            panels[first_output // PANEL :].data_ptr(),
+            0 if written_scales is None else written_scales[first_output:].data_ptr(),
             0 if importance is None else importance.data_ptr(),
             len(source),
             inputs,
         )
-        start += len(part)
+        first_output += len(part)
     return tensors
 
 

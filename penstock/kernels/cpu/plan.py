@@ -32,21 +32,23 @@ from penstock.kernels.linear import PackedLinear
 from penstock.kernels.operations import Arguments, UnrecordableStepError
 from penstock.kernels.recording import ALIGNMENT, Plan, Record, result_tensors
 
-_LONG_STEP = 1 << 25
+_LONG_STEP_MULTIPLICATIONS = 1 << 25
 """A step with more multiplications than this takes at least a millisecond, so its calls release the GIL."""
 
 _MULTIPLICATIONS_PER_CALL = 1 << 32
-"""A step with more than `_DECODE_ROWS` rows is split into library calls of about this many multiplications.
+"""A library call ends with the operation with which its multiplications exceed this number.
+
+Only operations with more than `_MAX_DECODE_ROWS` rows are counted.
 
 If another process uses a core, a single thread runs the rest of a library call, which is slow. The constant
-limits a library call to tens of milliseconds.
+limits a library call to tens of milliseconds, unless its last operation alone takes longer.
 """
 
-_DECODE_ROWS = 64
+_MAX_DECODE_ROWS = 64
 """Steps of up to this many rows run as one library call, whatever their number of multiplications."""
 
 _COLLECTIVES = ("all_reduce", "all_gather")
-"""Kernels that wait for other ranks. If a step contains one, all its library calls release the GIL."""
+"""Kernels of recorded steps that wait for other ranks. All library calls of such a step release the GIL."""
 
 
 class CompiledPlan(Graph):
@@ -73,19 +75,19 @@ class CompiledPlan(Graph):
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
         capturing_ops = _CapturingOps(ops, arena[-(-plan.arena_bytes // ALIGNMENT) * ALIGNMENT :])
-        call_ends: list[int] = []  # numbers of captured kernels after which a library call ends
+        call_ends: list[int] = []  # numbers of kernels captured when a library call ends
         multiplications = call_multiplications = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
             capturing_ops.capture(record.operation, arguments, [resolve(ref) for ref in record.results])
             rows, record_multiplications = _count_multiplications(record, arguments)
             multiplications += record_multiplications
-            call_multiplications += record_multiplications if rows > _DECODE_ROWS else 0
+            call_multiplications += record_multiplications if rows > _MAX_DECODE_ROWS else 0
             if call_multiplications > _MULTIPLICATIONS_PER_CALL:
                 call_ends.append(len(capturing_ops.captured))
                 call_multiplications = 0
-        has_collectives = any(kernel.name in _COLLECTIVES for kernel in capturing_ops.captured)
-        releases_gil = has_collectives or multiplications > _LONG_STEP
+        has_collectives = any(call.name in _COLLECTIVES for call in capturing_ops.captured)
+        releases_gil = has_collectives or multiplications > _LONG_STEP_MULTIPLICATIONS
         self._calls = [
             CompiledSteps(ops.isa, captured, releases_gil=releases_gil, contention=state)
             for captured, state in _split_calls(capturing_ops.captured, call_ends, contention)
@@ -218,19 +220,23 @@ class _SamplingLoop:
         step_inputs.append((target.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // num_steps))
         sampled_tokens = torch.empty(num_steps, self._rows, dtype=torch.int64)
         stop_table = (stop_tokens.data_ptr(), stop_tokens.shape[1])
-        steps_run, failed_kernel = self._run(step_inputs, stop_table, sampled_tokens.data_ptr(), num_steps)
+        num_steps_run, failed_kernel = self._run(
+            step_inputs, stop_table, sampled_tokens.data_ptr(), num_steps
+        )
         _check(failed_kernel)
-        return sampled_tokens[:steps_run]
+        return sampled_tokens[:num_steps_run]
 
 
 def _check(failed_kernel: str | None) -> None:
-    """Raise if a kernel got an index outside its table.
+    """Raise if a kernel failed.
 
     Raises:
-        IndexError: ``failed_kernel`` is the name of such a kernel, not None.
+        IndexError: ``failed_kernel`` is the name of a kernel, not None. The kernel got an index outside its
+            table, or waited for another rank in vain.
     """
     if failed_kernel is not None:
-        raise IndexError(f"{failed_kernel} of a recorded step got an index outside its table")
+        reason = "an index is outside its table, or another rank has exited"
+        raise IndexError(f"{failed_kernel} of a recorded step failed: {reason}")
 
 
 def _copy(result: Tensor) -> Tensor:
@@ -241,21 +247,23 @@ def _copy(result: Tensor) -> Tensor:
 
 
 def _count_multiplications(record: Record, arguments: Arguments) -> tuple[int, int]:
-    """Return the rows and the multiplications of an operation.
+    """Return the number of rows and an upper bound of the number of multiplications of an operation.
 
-    Returns (0, 0) for operations other than linear layers, experts and encoder attention.
+    Returns (0, 0) for operations other than linear layers, experts and encoder attention. The number is exact
+    for linear layers and for experts of a single rank.
     """
     packed = arguments.get("packed")
     if isinstance(packed, PackedLinear):
         rows = len(arguments["x"])
         return rows, rows * _multiplications_per_row(packed)
     if isinstance(packed, PackedExperts):
-        per_pair = _multiplications_per_row(packed.gate_up[0]) + _multiplications_per_row(packed.down[0])
-        return len(arguments["x"]), arguments["topk_ids"].numel() * per_pair
+        gate_up, down = packed.gate_up[0], packed.down[0]
+        multiplications_per_pair = _multiplications_per_row(gate_up) + _multiplications_per_row(down)
+        return len(arguments["x"]), arguments["topk_ids"].numel() * multiplications_per_pair
     if record.operation == "encoder_attention":
         rows, heads, dim = arguments["q"].shape
-        keys = int(arguments["blocks"].lengths.max())
-        return rows, 2 * rows * keys * heads * dim
+        max_keys = int(arguments["blocks"].lengths.max())
+        return rows, 2 * rows * max_keys * heads * dim
     return 0, 0
 
 
@@ -281,7 +289,7 @@ class _CapturingOps(CpuOps):
 
     def __init__(self, ops: CpuOps, scratch: Tensor) -> None:
         self.captured: list[CapturedCall] = []
-        self._operands: list[Tensor] = []
+        self._kept_tensors: list[Tensor] = []
         self._destinations: list[Tensor] = []
         self._scratch_memory = scratch
         super().__init__(capturing_kernels(ops.isa, self.captured))
@@ -294,13 +302,11 @@ class _CapturingOps(CpuOps):
             UnrecordableStepError: C++ kernels alone cannot compute the operation, or it needs more memory
                 than ``results`` and the scratch memory.
         """
-        calls_before = len(self.captured)
+        num_earlier_calls = len(self.captured)
         self._destinations = list(results)
         returned = result_tensors(getattr(self, operation)(**arguments))
-        are_written = [reference.data_ptr() for reference in returned] == [
-            result.data_ptr() for result in results
-        ]
-        if self._destinations or not are_written or len(self.captured) == calls_before:
+        are_written = [tensor.data_ptr() for tensor in returned] == [result.data_ptr() for result in results]
+        if self._destinations or not are_written or len(self.captured) == num_earlier_calls:
             raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 
     def broadcast_from_rank_0(self, tensor: Tensor, ranks: Collectives) -> None:
@@ -329,5 +335,5 @@ class _CapturingOps(CpuOps):
         return self._scratch_memory[:num_bytes].view(dtype).view(*shape)
 
     def _keep_alive(self, tensor: Tensor) -> Tensor:
-        self._operands.append(tensor)
+        self._kept_tensors.append(tensor)
         return tensor

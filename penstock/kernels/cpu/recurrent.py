@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.elementwise import CpuElementwise
-from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL
+from penstock.kernels.cpu.linear import DTYPE_CODES, LONG_KERNEL_MULTIPLICATIONS
 from penstock.kernels.inputs import LayerState
 from penstock.kernels.recurrent_ops import GateFunction
 
@@ -15,7 +15,8 @@ _MAX_WIDTH = 8
 _MAX_KEY_DIM = 256
 """Maximum size of a key head; ``MAX_KEY_DIM`` in csrc."""
 
-_GATE_NUMBERS: dict[GateFunction, int] = {"sigmoid": 0, "silu": 1}
+_GATE_CODES: dict[GateFunction, int] = {"sigmoid": 0, "silu": 1}
+"""Codes of the gate functions in csrc/recurrent.inl."""
 
 
 class CpuRecurrent(CpuElementwise):
@@ -80,7 +81,7 @@ class CpuRecurrent(CpuElementwise):
             return super().gated_delta_rule(qkv, gates, decay, state, row_offsets, lengths)
         rows = len(qkv)
         out = self._empty((rows, heads, value_dim), qkv.dtype)
-        is_long = 4 * rows * heads * key_dim * value_dim > LONG_KERNEL
+        is_long = 4 * rows * heads * key_dim * value_dim > LONG_KERNEL_MULTIPLICATIONS
         (self._kernels.long_gated_delta_rule if is_long else self._kernels.gated_delta_rule)(
             dtype_code,
             qkv.data_ptr(),
@@ -112,7 +113,7 @@ class CpuRecurrent(CpuElementwise):
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), gate.data_ptr(), out.data_ptr())
         self._kernels.apply_gate(
-            dtype_code, _GATE_NUMBERS[function], *pointers, *x.shape, *x.stride()[:2], *gate.stride()[:2]
+            dtype_code, _GATE_CODES[function], *pointers, *x.shape, *x.stride()[:2], *gate.stride()[:2]
         )
         return out
 

@@ -36,7 +36,7 @@ def test_products_before_and_after_packing_are_bit_equal(
     part_sizes: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # products pack 2 or 3 panels at a time
+    monkeypatch.setattr(linear, "_MAX_SLICE_BYTES", 64 * 81 * 4 * 2)  # products pack 2 or 3 panels at a time
     # the rows are strided and unaligned
     weights = [torch.randn(size, 90).to(stored_dtype)[:, 3:84] for size in part_sizes]
     dtype = getattr(torch, encoding)

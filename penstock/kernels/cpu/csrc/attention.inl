@@ -30,16 +30,16 @@ struct Attention {
   const void *q, *cache;  // [T, H, D] with strides; [2, N, K, S, D]
   const float* scales;    // [2, N, K, S] of an int8 cache, else null
   void* out;              // [T, H, D]
-  const int32_t *tables, *row_offsets, *lengths;
-  const float* sinks;  // [H] or null
-  const float* bias;   // [H, ...] or null: bias[h * bias_head + key - query] is added to a scaled score
+  const int32_t *block_tables, *row_offsets, *lengths;
+  const float* sinks;        // [H] or null
+  const float* bias;         // [H, ...] or null: bias[h * bias_head_stride + key - query] is added to a scaled score
   int64_t B, H, N, K, S, D;  // sequences, query heads, cache blocks, kv heads, tokens per block, head size
-  int64_t q_row, q_head, table_stride;
-  int64_t window;     // number of keys that a query sees up to its own position; 0: all
+  int64_t q_row_stride, q_head_stride, table_stride;
+  int64_t window;      // window size: maximum number of keys that a query sees up to its own position; 0: no limit
   int64_t is_chunked;  // whether windows start at multiples of the window size (chunked attention)
   int64_t keys_ahead; // number of keys after its position that a query sees; 0: causal attention
-  int64_t bias_head;
-  double scale, cap;  // cap: soft cap of the scores; 0: none
+  int64_t bias_head_stride;
+  double scale, soft_cap;  // soft_cap: limit of the scores; 0: none
 };
 
 // Returns the position of the first key that the query at `position` sees.
@@ -50,69 +50,70 @@ INLINE int64_t first_key(const Attention& a, int64_t position) {
 
 // The numbering of the items of a call. It depends only on the arguments of the call and the number of threads.
 struct Items {
-  int64_t group;               // query heads per kv head
-  int64_t heads, head_tiles;   // heads per item; items per kv head
-  int64_t rows;                // maximum number of rows per item
-  int64_t* first;              // [B + 1]: number of the first item of each sequence
-  int64_t count, max_chunks;   // number of items; upper bound for the number of chunks of an item
+  int64_t heads_per_kv_head;      // query heads per kv head
+  int64_t max_heads, head_tiles;  // maximum number of query heads per item; number of items per kv head and row tile
+  int64_t max_rows;               // maximum number of rows per item
+  int64_t* first_items;           // [B + 1]: number of the first item of each sequence
+  int64_t num_items, max_chunks;  // number of items; upper bound for the number of chunks of an item
 };
 
 struct Item {
-  int64_t b, kv_head;                                // index of the sequence; kv head
-  int64_t first_head, heads;                         // first query head, relative to those of the kv head; their number
-  int64_t row, rows;                                 // index of the first row in the ragged batch; number of rows
-  int64_t position;                                  // of the first row
-  int64_t begin, end;                                // keys that at least one row sees
-  const Item* next;                                  // the item that the thread probably gets next, or null
+  int64_t b, kv_head;          // index of the sequence; kv head
+  int64_t first_head, heads;   // first query head, relative to those of the kv head; their number
+  int64_t first_row, rows;     // index of the first row in the ragged batch; number of rows
+  int64_t position;            // of the first row
+  int64_t begin_key, end_key;  // keys that at least one row sees
+  const Item* next;            // the item that the thread probably gets next, or null
 };
 
-// Divides a call into numbered items. `first` becomes the array Items::first.
-static Items number_items(const Attention& a, int64_t threads, int64_t* first) {
+// Divides a call into numbered items. `first_items` becomes the array Items::first_items.
+static Items number_items(const Attention& a, int64_t threads, int64_t* first_items) {
   Items items = {};
-  items.group = a.H / a.K;
-  items.heads = min(items.group, MAX_MASKED_QUERIES);
-  items.head_tiles = ceil_div(items.group, items.heads);
-  int64_t longest = 0;
-  for (int64_t b = 0; b < a.B; b++) longest = max<int64_t>(longest, a.row_offsets[b + 1] - a.row_offsets[b]);
-  int64_t queries = MAX_MASKED_QUERIES;
-  if (a.keys_ahead && !a.window && longest * items.heads >= 4 * MANY_QUERIES) {
-    queries = MANY_QUERIES;
-    const int64_t total = a.row_offsets[a.B] * a.H;
-    while (queries < MAX_QUERIES && total >= 2 * queries * ITEMS_PER_THREAD * threads) queries *= 2;
+  items.heads_per_kv_head = a.H / a.K;
+  items.max_heads = min(items.heads_per_kv_head, MAX_MASKED_QUERIES);
+  items.head_tiles = ceil_div(items.heads_per_kv_head, items.max_heads);
+  int64_t max_sequence_rows = 0;
+  for (int64_t b = 0; b < a.B; b++)
+    max_sequence_rows = max<int64_t>(max_sequence_rows, a.row_offsets[b + 1] - a.row_offsets[b]);
+  int64_t max_queries = MAX_MASKED_QUERIES;
+  if (a.keys_ahead && !a.window && max_sequence_rows * items.max_heads >= 4 * MANY_QUERIES) {
+    max_queries = MANY_QUERIES;
+    const int64_t total_queries = a.row_offsets[a.B] * a.H;
+    while (max_queries < MAX_QUERIES && total_queries >= 2 * max_queries * ITEMS_PER_THREAD * threads) max_queries *= 2;
   }
-  items.rows = max<int64_t>(1, min(queries / items.heads, longest));
-  items.first = first;
+  items.max_rows = max<int64_t>(1, min(max_queries / items.max_heads, max_sequence_rows));
+  items.first_items = first_items;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
     int64_t num_keys = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.keys_ahead) : a.lengths[b];
-    first[b] = items.count;
-    items.count += ceil_div(rows, items.rows) * a.K * items.head_tiles;
+    first_items[b] = items.num_items;
+    items.num_items += ceil_div(rows, items.max_rows) * a.K * items.head_tiles;
     items.max_chunks = max(items.max_chunks, num_keys / CHUNK + 2);
   }
-  first[a.B] = items.count;
+  first_items[a.B] = items.num_items;
   return items;
 }
 
-static Item find_item(const Attention& a, const Items& items, int64_t number) {
-  int64_t b = 0, end = a.B;  // binary search for the last b with first[b] <= number
+static Item find_item(const Attention& a, const Items& items, int64_t item_index) {
+  int64_t b = 0, end = a.B;  // binary search for the last b with first_items[b] <= item_index
   while (end - b > 1) {
     int64_t middle = (b + end) / 2;
-    (items.first[middle] <= number ? b : end) = middle;
+    (items.first_items[middle] <= item_index ? b : end) = middle;
   }
   // Of the items of a sequence, those with the last rows start first, because they see the most keys.
-  int64_t index = items.first[b + 1] - 1 - number;
+  int64_t index_in_sequence = items.first_items[b + 1] - 1 - item_index;
   Item item;
   item.b = b;
-  item.first_head = index % items.head_tiles * items.heads;
-  item.heads = min(items.heads, items.group - item.first_head);
-  index /= items.head_tiles;
-  item.kv_head = index % a.K;
-  int64_t row = index / a.K * items.rows, rows = a.row_offsets[b + 1] - a.row_offsets[b];
-  item.rows = min(items.rows, rows - row);
-  item.row = a.row_offsets[b] + row;
+  item.first_head = index_in_sequence % items.head_tiles * items.max_heads;
+  item.heads = min(items.max_heads, items.heads_per_kv_head - item.first_head);
+  index_in_sequence /= items.head_tiles;
+  item.kv_head = index_in_sequence % a.K;
+  int64_t row = index_in_sequence / a.K * items.max_rows, rows = a.row_offsets[b + 1] - a.row_offsets[b];
+  item.rows = min(items.max_rows, rows - row);
+  item.first_row = a.row_offsets[b] + row;
   item.position = a.lengths[b] - rows + row;
-  item.begin = first_key(a, item.position);
-  item.end = min<int64_t>(a.lengths[b], item.position + item.rows + a.keys_ahead);
+  item.begin_key = first_key(a, item.position);
+  item.end_key = min<int64_t>(a.lengths[b], item.position + item.rows + a.keys_ahead);
   item.next = nullptr;
   return item;
 }
@@ -127,7 +128,7 @@ static void attend_chunk(const Attention& a, const Item& item, PackedOperands<P>
   for (int64_t m = 0; m < M; m++) sums.max_score[m] = -__builtin_inff();
   for (int64_t i = 0; i < M * Dp; i += W) store(sums.out + i, vf{});
   for (int64_t m = 0; m < M; m++) store(sums.sum_exp + m * W, vf{});
-  int64_t begin = max(item.begin, chunk * CHUNK), end = min(item.end, (chunk + 1) * CHUNK);
+  int64_t begin = max(item.begin_key, chunk * CHUNK), end = min(item.end_key, (chunk + 1) * CHUNK);
   for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) attend_tile<P, TC>(a, item, packed, sums, tile);
 }
 
@@ -136,12 +137,12 @@ static void merge_partial(PartialSoftmax& sums, const PartialSoftmax& next, int6
   const float masked = -__builtin_inff();
   for (int64_t m = 0; m < M; m++) {
     if (next.max_score[m] == masked) continue;
-    float top = max(sums.max_score[m], next.max_score[m]);
+    float new_max = max(sums.max_score[m], next.max_score[m]);
     // If all keys of the earlier chunks are masked, their factor is 0.
-    vf factor = sums.max_score[m] == masked ? vf{} : exp(all(sums.max_score[m] - top));
-    vf next_factor = exp(all(next.max_score[m] - top));
+    vf factor = sums.max_score[m] == masked ? vf{} : exp(all(sums.max_score[m] - new_max));
+    vf next_factor = exp(all(next.max_score[m] - new_max));
     auto add = [&](float* to, const float* from) { store(to, load(to) * factor + load(from) * next_factor); };
-    sums.max_score[m] = top;
+    sums.max_score[m] = new_max;
     add(sums.sum_exp + m * W, next.sum_exp + m * W);
     for (int64_t i = 0; i < Dp; i += W) add(sums.out + m * Dp + i, next.out + m * Dp + i);
   }
@@ -150,10 +151,10 @@ static void merge_partial(PartialSoftmax& sums, const PartialSoftmax& next, int6
 // Calls body(m, row, head) for the queries m of an item. `row` counts from the item's first row. `head` is the number
 // of the query head in the layer.
 template <class Body> INLINE void for_each_query(const Attention& a, const Item& item, Body body) {
-  const int64_t first = item.kv_head * (a.H / a.K) + item.first_head;
+  const int64_t first_head = item.kv_head * (a.H / a.K) + item.first_head;
   int64_t m = 0;
   for (int64_t row = 0; row < item.rows; row++)
-    for (int64_t head = first; head < first + item.heads; head++) body(m++, row, head);
+    for (int64_t head = first_head; head < first_head + item.heads; head++) body(m++, row, head);
 }
 
 // Divides the weighted sums of values of an item by the sums of exponentials, including the sinks, and stores the
@@ -169,17 +170,17 @@ static void store_results(const Attention& a, const Item& item, const PartialSof
     for (int64_t i = 0; i < 4; i++) totals[m + i] = total[i];
   }
   for_each_query(a, item, [&](int64_t m, int64_t row, int64_t head) __attribute__((always_inline)) {
-    float shrink = 1, total = totals[m];
+    float shrink_factor = 1, total = totals[m];
     if (a.sinks) {
-      float top = max(sums.max_score[m], a.sinks[head]);
-      shrink = exp(all(sums.max_score[m] - top))[0];
-      total = total * shrink + exp(all(a.sinks[head] - top))[0];
+      float max_score = max(sums.max_score[m], a.sinks[head]);
+      shrink_factor = exp(all(sums.max_score[m] - max_score))[0];
+      total = total * shrink_factor + exp(all(a.sinks[head] - max_score))[0];
     }
-    TQ* out = (TQ*)a.out + ((item.row + row) * a.H + head) * a.D;
-    const float *from = sums.out + m * Dp, factor = shrink / total;
+    TQ* out = (TQ*)a.out + ((item.first_row + row) * a.H + head) * a.D;
+    const float *weighted_sums = sums.out + m * Dp, factor = shrink_factor / total;
     for (int64_t d = 0; d < a.D; d += 2 * W) {
       vf restored[2];
-      load_restored<P>(from + d, restored);
+      load_restored<P>(weighted_sums + d, restored);
       for (int64_t v = 0; v < 2; v++) {
         const int64_t count = a.D - d - v * W;
         if (count >= W) store(out + d + v * W, restored[v] * factor);
@@ -192,7 +193,7 @@ static void store_results(const Attention& a, const Item& item, const PartialSof
 template <class P, class TQ> static void pack_queries(const Attention& a, const Item& item, PackedOperands<P>& packed) {
   const int64_t M = item.rows * item.heads, units = padded_units<P>(a.D);
   for_each_query(a, item, [&](int64_t m, int64_t row, int64_t head) __attribute__((always_inline)) {
-    const TQ* q = (const TQ*)a.q + (item.row + row) * a.q_row + head * a.q_head;
+    const TQ* q = (const TQ*)a.q + (item.first_row + row) * a.q_row_stride + head * a.q_head_stride;
     packed.q_scales[m] = pack_query(q, packed.q + m * units, a.D, P{});
   });
   for (int64_t m = M; m < padded_count(M); m++) {
@@ -204,7 +205,7 @@ template <class P, class TQ> static void pack_queries(const Attention& a, const 
 
 template <class P, class TQ, class TC> static void attend(const Attention& a, const Team& team) {
   const int64_t D = a.D, Dp = padded_width(D);
-  const int64_t items_bytes = round_up(sizeof(Items) + (a.B + 1) * 8, 64);  // Items, then the array Items::first
+  const int64_t items_bytes = round_up(sizeof(Items) + (a.B + 1) * 8, 64);  // Items, then the array Items::first_items
   char* memory = nullptr;
   int64_t chunks = 1;
   auto store_items = [&] { *(Items*)memory = number_items(a, team.size, (int64_t*)(memory + sizeof(Items))); };
@@ -214,41 +215,42 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   }
   memory = team.share(memory);
   Items items = *(const Items*)memory;
-  const int64_t M = padded_count(items.rows * items.heads), partial_floats = PartialSoftmax::floats(M, Dp);
-  const bool is_split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
+  const int64_t M = padded_count(items.max_rows * items.max_heads), partial_floats = PartialSoftmax::num_floats(M, Dp);
+  const bool is_split = team.size > 1 && items.num_items < 4 * team.size && items.max_chunks > 2;
   if (is_split) {
     chunks = items.max_chunks;
     team.barrier();  // all threads have read the items
     if (team.rank == 0) {  // the larger scratch memory may have another address, so the items are stored again
-      memory = (char*)penstock_scratch(SHARED, items_bytes + items.count * chunks * partial_floats * 4);
+      memory = (char*)penstock_scratch(SHARED, items_bytes + items.num_items * chunks * partial_floats * 4);
       store_items();
     }
     memory = team.share(memory);
     items = *(const Items*)memory;
   }
   float* partials = (float*)(memory + items_bytes);
-  float* own_memory = (float*)penstock_scratch(PRIVATE, (PackedOperands<P>::floats(M, D, Dp) + 2 * partial_floats) * 4);
+  float* own_memory =
+      (float*)penstock_scratch(PRIVATE, (PackedOperands<P>::num_floats(M, D, Dp) + 2 * partial_floats) * 4);
   PartialSoftmax sums(own_memory, M, Dp), next_sums(own_memory + partial_floats, M, Dp);
   PackedOperands<P> packed(own_memory + 2 * partial_floats, M, D, Dp);
-  over_pieces(team, items.count * chunks, [&](int64_t task) {
+  over_pieces(team, items.num_items * chunks, [&](int64_t task) {
     Item item = find_item(a, items, task / chunks), next_item;
-    int64_t first = item.begin / CHUNK, last = (item.end - 1) / CHUNK;
+    int64_t first_chunk = item.begin_key / CHUNK, last_chunk = (item.end_key - 1) / CHUNK;
     if (is_split) {
-      int64_t chunk = first + task % chunks;
-      if (chunk > last) return;
+      int64_t chunk = first_chunk + task % chunks;
+      if (chunk > last_chunk) return;
       pack_queries<P, TQ>(a, item, packed);
       PartialSoftmax task_sums(partials + task * partial_floats, M, Dp);
       attend_chunk<P, TC>(a, item, packed, task_sums, chunk);
       return;
     }
     if (task == team.rank) NextTile<TC>(a, item).prefetch_all();
-    if (task + team.size < items.count) {
+    if (task + team.size < items.num_items) {
       next_item = find_item(a, items, task + team.size);
       item.next = &next_item;
     }
     pack_queries<P, TQ>(a, item, packed);
-    attend_chunk<P, TC>(a, item, packed, sums, first);
-    for (int64_t chunk = first + 1; chunk <= last; chunk++) {
+    attend_chunk<P, TC>(a, item, packed, sums, first_chunk);
+    for (int64_t chunk = first_chunk + 1; chunk <= last_chunk; chunk++) {
       attend_chunk<P, TC>(a, item, packed, next_sums, chunk);
       merge_partial(sums, next_sums, item.rows * item.heads, Dp);
     }
@@ -256,12 +258,12 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   });
   if (!is_split) return;
   team.barrier();
-  over_pieces(team, items.count, [&](int64_t number) {
-    Item item = find_item(a, items, number);
-    int64_t count = (item.end - 1) / CHUNK - item.begin / CHUNK + 1;
-    PartialSoftmax merged(partials + number * chunks * partial_floats, M, Dp);
-    for (int64_t i = 1; i < count; i++) {
-      PartialSoftmax chunk_sums(partials + (number * chunks + i) * partial_floats, M, Dp);
+  over_pieces(team, items.num_items, [&](int64_t item_index) {
+    Item item = find_item(a, items, item_index);
+    int64_t num_chunks = (item.end_key - 1) / CHUNK - item.begin_key / CHUNK + 1;
+    PartialSoftmax merged(partials + item_index * chunks * partial_floats, M, Dp);
+    for (int64_t i = 1; i < num_chunks; i++) {
+      PartialSoftmax chunk_sums(partials + (item_index * chunks + i) * partial_floats, M, Dp);
       merge_partial(merged, chunk_sums, item.rows * item.heads, Dp);
     }
     store_results<P, TQ>(a, item, merged);

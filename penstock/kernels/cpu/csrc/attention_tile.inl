@@ -1,4 +1,8 @@
 // Attention of the queries of an item over one tile of keys: scores, their softmax, and the weighted sum of the values.
+//
+// `tile` is the position of the first key of a tile. In the functions that process a tile, `begin` and `end` are the
+// bounds of the keys that the item needs, relative to `tile`. M is a number of queries, D the head size, and Dp the
+// padded head size.
 
 // Returns the padded number of columns of a row of D values, a multiple of two vectors.
 INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
@@ -7,27 +11,30 @@ template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil
 // Returns the padded number of queries: 3 becomes 4, and 5 to FEW_QUERIES become 8. Other numbers are unchanged.
 INLINE int64_t padded_count(int64_t M) { return M > FEW_QUERIES || M < 3 ? M : M > 4 ? 8 : 4; }
 
-// The keys (side 0) or values (side 1) of the sequence and kv head of an item, indexed by position. The rows of W
-// consecutive positions from a multiple of W on are contiguous, because they are in one block.
+// The keys (cache_half 0) or values (cache_half 1) of the sequence and kv head of an item, indexed by position. The
+// rows of W consecutive positions from a multiple of W on are contiguous, because they are in one block.
 template <class TC> struct CachedRows {
-  const TC* base;
+  const TC* first_row;
   const float* scales;
   const int32_t* table;
-  int64_t shift, mask, block_stride, D;
-  CachedRows(const Attention& a, const Item& item, int64_t side)
-      : base((const TC*)a.cache + (side * a.N * a.K + item.kv_head) * a.S * a.D),
-        scales(a.scales + (side * a.N * a.K + item.kv_head) * a.S), table(a.tables + item.b * a.table_stride),
-        shift(__builtin_ctzll(a.S)), mask(a.S - 1), block_stride(a.K * a.S), D(a.D) {}
-  // Returns the index of the row of a position, counted from `base` in rows of D numbers.
-  INLINE_MEMBER int64_t row_index(int64_t key) const { return table[key >> shift] * block_stride + (key & mask); }
-  INLINE_MEMBER const TC* operator[](int64_t key) const { return base + row_index(key) * D; }
+  int64_t block_shift, block_mask, block_stride, D;
+  CachedRows(const Attention& a, const Item& item, int64_t cache_half)
+      : first_row((const TC*)a.cache + (cache_half * a.N * a.K + item.kv_head) * a.S * a.D),
+        scales(a.scales + (cache_half * a.N * a.K + item.kv_head) * a.S),
+        table(a.block_tables + item.b * a.table_stride),
+        block_shift(__builtin_ctzll(a.S)), block_mask(a.S - 1), block_stride(a.K * a.S), D(a.D) {}
+  // Returns the index of the row of a position, counted from `first_row` in rows of D numbers.
+  INLINE_MEMBER int64_t row_index(int64_t key) const {
+    return table[key >> block_shift] * block_stride + (key & block_mask);
+  }
+  INLINE_MEMBER const TC* operator[](int64_t key) const { return first_row + row_index(key) * D; }
   // Prefetches W rows from position `key` on, unless `key` is at or after `end`.
   INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
     if (key >= end) return;
-    const char* from = (const char*)(*this)[key];
+    const char* address = (const char*)(*this)[key];
     // Prefetches into L2, which supports more outstanding misses than L1. If no cache has the keys, this is twice as
     // fast as a prefetch into L1.
-    for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
+    for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(address + i, 0, 2);
   }
 };
 
@@ -35,18 +42,19 @@ template <class TC> struct CachedRows {
 // thread prefetches it while it processes the current tile.
 template <class TC> struct NextTile {
   CachedRows<TC> keys;
-  int64_t tile, end;
-  NextTile(const Attention& a, const Item& item) : keys(a, item, 0), tile(item.begin / TILE * TILE), end(item.end) {}
+  int64_t tile, end;  // end: the end of the keys of the item; 0: nothing to prefetch
+  NextTile(const Attention& a, const Item& item)
+      : keys(a, item, 0), tile(item.begin_key / TILE * TILE), end(item.end_key) {}
   static NextTile after(const Attention& a, const Item& item, int64_t tile) {
-    const bool is_last = tile + TILE >= item.end;
+    const bool is_last = tile + TILE >= item.end_key;
     NextTile next_tile(a, is_last && item.next ? *item.next : item);
     if (!is_last) next_tile.tile = tile + TILE;
     else if (!item.next) next_tile.end = 0;  // nothing to prefetch
     return next_tile;
   }
   INLINE_MEMBER void prefetch(int64_t i) const { keys.prefetch(tile + i, end); }
-  INLINE_MEMBER void prefetch_all(int64_t from = 0) const {
-    for (int64_t i = from; i < TILE; i += W) prefetch(i);
+  INLINE_MEMBER void prefetch_all(int64_t begin = 0) const {
+    for (int64_t i = begin; i < TILE; i += W) prefetch(i);
   }
 };
 
@@ -55,7 +63,7 @@ struct PartialSoftmax {
   float* out;        // [M, Dp]: sum of exp(score - max_score) * value, in the order that `load_restored` reads
   float* sum_exp;    // [M, W]: sum of exp(score - max_score); each lane sums different keys
   float* max_score;  // [M]: the score that the softmax subtracts; later scores may exceed it by `max_excess`
-  static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
+  static int64_t num_floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
   PartialSoftmax(float* memory, int64_t M, int64_t Dp)
       : out(memory), sum_exp(memory + M * Dp), max_score(memory + M * (Dp + W)) {}
   // Returns the partial softmax without the first `queries` queries, in the same memory.
@@ -77,7 +85,7 @@ template <class P> struct PackedOperands {
   float* q_scales;  // [M]: factor of an integer score
   float* factors;   // [M]: factor of an integer sum of values
   float *key_scales, *value_scales;  // [TILE]
-  static int64_t floats(int64_t M, int64_t D, int64_t Dp) {
+  static int64_t num_floats(int64_t M, int64_t D, int64_t Dp) {
     return round_up(M * (padded_units<P>(D) + 2 * TILE + 2) + TILE * (D + Dp + 2), 16);
   }
   PackedOperands(float* memory, int64_t M, int64_t D, int64_t Dp) {
@@ -135,10 +143,10 @@ INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
     maxima = vmax(maxima, as_float(as_bits(x) & 0x7fffffff));
     zero_or_nan += x * 0;
   });
-  const float top = largest(maxima), inverse = top > 0 ? LIMIT / top : 0;
+  const float max_magnitude = largest(maxima), inverse = max_magnitude > 0 ? LIMIT / max_magnitude : 0;
   store(units + padded_units<Shorts>(D) - W, vu{});
   for (int64_t i = 0; i < D; i += W) store_shorts(units, i, load(q + i, min<int64_t>(W, D - i)) * inverse);
-  return top / LIMIT + sum(zero_or_nan);
+  return max_magnitude / LIMIT + sum(zero_or_nan);
 }
 #endif
 
@@ -155,8 +163,8 @@ template <class Lanes> INLINE vu load_units(const bf16* row, int64_t u, Lanes la
 INLINE vu load_units(const int8_t* row, int64_t u, FullVector, Shorts) {
   return (vu)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + 2 * u)));
 }
-INLINE vu load_units(const int8_t* row, int64_t u, PartialVector some, Shorts) {
-  return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * some.n) - 1, row + 2 * u));
+INLINE vu load_units(const int8_t* row, int64_t u, PartialVector partial, Shorts) {
+  return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * partial.num_lanes) - 1, row + 2 * u));
 }
 #endif
 
@@ -212,15 +220,15 @@ INLINE void interleave(vu (&units)[2], __m512i first, __m512i second) {
 }
 INLINE void load_values(vu (&units)[2], const bf16* row, int64_t stride, int64_t D, int64_t d, bool sees_first,
                         bool sees_second, Pairs) {
-  __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
-  interleave(units, _mm512_maskz_loadu_epi16(sees_first ? inside : 0, row + d),
-             _mm512_maskz_loadu_epi16(sees_second ? inside : 0, row + stride + d));
+  __mmask32 valid_columns = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
+  interleave(units, _mm512_maskz_loadu_epi16(sees_first ? valid_columns : 0, row + d),
+             _mm512_maskz_loadu_epi16(sees_second ? valid_columns : 0, row + stride + d));
 }
 INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t stride, int64_t D, int64_t d, bool sees_first,
                         bool sees_second, Shorts) {
-  __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
-  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_first ? inside : 0, row + d)),
-             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_second ? inside : 0, row + stride + d)));
+  __mmask32 valid_columns = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
+  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_first ? valid_columns : 0, row + d)),
+             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(sees_second ? valid_columns : 0, row + stride + d)));
 }
 #endif
 
@@ -324,8 +332,8 @@ INLINE void store_weights(uint32_t* weights, const vf (&exponentials)[TILE / W],
                           vf& total, float& factor, Shorts) {
   constexpr float LIMIT = 32767;  // a sum of TILE products of 16-bit integers and bytes fits in 32 bits
   vf maxima = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
-  const float top = largest(maxima), inverse = top > 0 ? LIMIT / top : 0;
-  factor = top / LIMIT;
+  const float max_weight = largest(maxima), inverse = max_weight > 0 ? LIMIT / max_weight : 0;
+  factor = max_weight / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
     // Adding weight * 0 makes the total NaN if the scale of a value is NaN. The integer weights cannot represent NaN.
@@ -340,19 +348,19 @@ INLINE float max_excess(const Attention& a) { return a.keys_ahead ? 8 : 0; }
 
 // Updates the partial softmax of query m with the keys begin:end of a tile. HAS_SCALES is whether keys and values have
 // scales. COUNT is the number of vectors of the tile that hold keys. SEES_ALL is whether the query sees all keys of
-// these vectors, without a cap and a bias.
+// these vectors, without a soft cap and a bias.
 template <class P, bool HAS_SCALES, int COUNT, bool SEES_ALL>
 INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, PartialSoftmax& sums, int64_t m, int64_t Dp,
                            int64_t begin, int64_t end, const float* bias) {
   constexpr int TERMS = P::INTEGER ? 4 : P::SPAN == 2 ? 3 : 5;  // terms of the polynomial for e^x
   const vf masked = all(-__builtin_inff());
-  const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
+  const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), soft_cap = (float)a.soft_cap;
   const bool all_visible = SEES_ALL || (begin == 0 && end == COUNT * W);
   vf scores[COUNT], maxima = all(sums.max_score[m]);
   for (int i = 0; i < COUNT; i++) {
     vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
     if (HAS_SCALES) score *= load(packed.key_scales + i * W);
-    if (!SEES_ALL && cap != 0) score = cap * tanh(score / cap);
+    if (!SEES_ALL && soft_cap != 0) score = soft_cap * tanh(score / soft_cap);
     scores[i] = score;
   }
   if (!SEES_ALL && bias)
@@ -364,21 +372,21 @@ INLINE void update_softmax(const Attention& a, PackedOperands<P>& packed, Partia
       scores[i] = j < (int32_t)end ? scores[i] : masked;
     }
   for (int i = 0; i < COUNT; i++) maxima = vmax(maxima, scores[i]);
-  vf total = load(sums.sum_exp + m * W), top = all(sums.max_score[m]);
+  vf total = load(sums.sum_exp + m * W), new_max = all(sums.max_score[m]);
   const float old_max = sums.max_score[m];
   if (exceeds(maxima, old_max + max_excess(a))) {  // true for a NaN, too
-    top = largest_everywhere(maxima);
+    new_max = largest_everywhere(maxima);
     if (old_max != masked[0]) {
-      vf shrink = exp_below<5>(all(old_max) - top);
-      total *= shrink;
+      vf shrink_factor = exp_below<5>(all(old_max) - new_max);
+      total *= shrink_factor;
       float* out = sums.out + m * Dp;
-      for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
+      for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink_factor);
     }
-    sums.max_score[m] = top[0];
+    sums.max_score[m] = new_max[0];
   }
   vf exponentials[COUNT], weighted[COUNT];
   for (int i = 0; i < COUNT; i++) {
-    weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - top);
+    weighted[i] = exponentials[i] = exp_below<TERMS>(scores[i] - new_max);
     if (HAS_SCALES) {
       weighted[i] *= load(packed.value_scales + i * W);
       if (!all_visible) weighted[i] = scores[i] == masked ? vf{} : weighted[i];  // a stale scale may be NaN
@@ -399,24 +407,25 @@ static void update_tile_softmax(const Attention& a, const Item& item, PackedOper
                                 int64_t tile, RowRange rows) {
   const int64_t Dp = padded_width(a.D);
   // If the first row sees the last of these keys, and the last row sees the first, all rows see all of these keys.
-  const bool all_visible = item.end - tile >= COUNT * W &&
+  const bool all_visible = item.end_key - tile >= COUNT * W &&
                            item.position + rows.begin + a.keys_ahead - tile >= COUNT * W - 1 &&
                            first_key(a, item.position + rows.end - 1) <= tile;
-  if (all_visible && a.cap == 0 && !a.bias) {
-    const int64_t count = (rows.end - rows.begin) * item.heads;
-    for (int64_t m = 0; m < count; m++)
+  if (all_visible && a.soft_cap == 0 && !a.bias) {
+    const int64_t num_queries = (rows.end - rows.begin) * item.heads;
+    for (int64_t m = 0; m < num_queries; m++)
       update_softmax<P, HAS_SCALES, COUNT, true>(a, packed, sums, m, Dp, 0, COUNT * W, nullptr);
     return;
   }
   for (int64_t row = rows.begin, m = 0; row < rows.end; row++) {
     int64_t position = item.position + row - tile;
-    int64_t first = max<int64_t>(first_key(a, item.position + row) - tile, 0);
-    int64_t last = min(min<int64_t>(position + a.keys_ahead, item.end - tile - 1), TILE - 1);
+    int64_t first_key_in_tile = max<int64_t>(first_key(a, item.position + row) - tile, 0);
+    int64_t last_key_in_tile = min(min<int64_t>(position + a.keys_ahead, item.end_key - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
-      if (first <= last) {
+      if (first_key_in_tile <= last_key_in_tile) {
         const int64_t query_head = item.kv_head * (a.H / a.K) + item.first_head + head;
-        const float* bias = a.bias ? a.bias + query_head * a.bias_head - position : nullptr;
-        update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first, last + 1, bias);
+        const float* bias = a.bias ? a.bias + query_head * a.bias_head_stride - position : nullptr;
+        update_softmax<P, HAS_SCALES, COUNT, false>(a, packed, sums, m, Dp, first_key_in_tile, last_key_in_tile + 1,
+                                                    bias);
       } else {  // the query sees no key of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;
@@ -430,10 +439,10 @@ INLINE void update_tile_softmax(const Attention& a, const Item& item, PackedOper
                                 int64_t tile, RowRange rows) {
   constexpr bool HAS_SCALES = sizeof(TC) == 1;
   constexpr int ALL = TILE / W;
-  const int64_t count = ceil_div(item.end - tile, W);
-  if (HAS_SCALES || ALL != 4 || count > 3) update_tile_softmax<P, HAS_SCALES, ALL>(a, item, packed, sums, tile, rows);
-  else if (count == 1) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 1>(a, item, packed, sums, tile, rows);
-  else if (count == 2) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 2>(a, item, packed, sums, tile, rows);
+  const int64_t vectors = ceil_div(item.end_key - tile, W);
+  if (HAS_SCALES || ALL != 4 || vectors > 3) update_tile_softmax<P, HAS_SCALES, ALL>(a, item, packed, sums, tile, rows);
+  else if (vectors == 1) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 1>(a, item, packed, sums, tile, rows);
+  else if (vectors == 2) update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 2>(a, item, packed, sums, tile, rows);
   else update_tile_softmax<P, HAS_SCALES, HAS_SCALES ? ALL : 3>(a, item, packed, sums, tile, rows);
 }
 
@@ -447,7 +456,7 @@ static void attend_tile_unpacked(const Attention& a, const Item& item, PackedOpe
                                  int64_t end) {
   constexpr int COLUMN_GROUPS = ROWS < 8 && W == 16 ? 2 : 1;
   for (int64_t i = begin / W * W; i < end; i += W) {
-    values.prefetch(tile + i, item.end);
+    values.prefetch(tile + i, item.end_key);
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
   update_tile_softmax<P, TC>(a, item, packed, sums, tile, {0, item.rows});
@@ -465,7 +474,7 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
                                int64_t end) {
   const int64_t D = a.D, Dp = padded_width(D);
   for (int64_t i = begin / W * W; i < end; i += W) {
-    values.prefetch(tile + i, item.end);
+    values.prefetch(tile + i, item.end_key);
     pack_keys<P>(keys[tile + i], packed.keys + i, D);
   }
   const auto next_tile = NextTile<TC>::after(a, item, tile);
@@ -473,14 +482,14 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
     next_tile.prefetch(i);
     pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
   }
-  const int64_t from = begin / W * W, columns = round_up(end, W) - from;
+  const int64_t begin_key = begin / W * W, num_keys = round_up(end, W) - begin_key;
   constexpr int64_t UNITS = P::SPAN / P::TERMS;
-  const int64_t first = begin / P::SPAN * UNITS, last = ceil_div(end, P::SPAN) * UNITS;
+  const int64_t first_unit = begin / P::SPAN * UNITS, end_unit = ceil_div(end, P::SPAN) * UNITS;
   // Processes a few rows at a time, so that their scores, weights and sums stay in the first-level cache.
   const int64_t cached_rows = max<int64_t>(1, CACHED_QUERIES / item.heads);
-  const int64_t height = cached_rows < 4 ? cached_rows : cached_rows / 4 * 4;
-  for (int64_t row = 0; row < item.rows; row += height) {
-    const RowRange rows = {row, min(row + height, item.rows)};
+  const int64_t rows_at_once = cached_rows < 4 ? cached_rows : cached_rows / 4 * 4;
+  for (int64_t row = 0; row < item.rows; row += rows_at_once) {
+    const RowRange rows = {row, min(row + rows_at_once, item.rows)};
     const int64_t M = (rows.end - rows.begin) * item.heads;
     PackedOperands<P> part = packed.skip_queries(row * item.heads, D);
     PartialSoftmax part_sums = sums.skip_queries(row * item.heads, Dp);
@@ -489,20 +498,20 @@ static void attend_tile_packed(const Attention& a, const Item& item, PackedOpera
     const float* unused_factors = part.factors;
     {
       [[maybe_unused]] const typename P::Mode mode{};
-      product<P>(part.q, padded_units<P>(D), part.keys + from, TILE, part.scores + from, TILE, M, columns, D / P::TERMS,
-                 false, unused_factors);
+      product<P>(part.q, padded_units<P>(D), part.keys + begin_key, TILE, part.scores + begin_key, TILE, M, num_keys,
+                 D / P::TERMS, false, unused_factors);
     }
     update_tile_softmax<P, TC>(a, item, part, part_sums, tile, rows);
     [[maybe_unused]] const typename P::Mode mode{};
-    product<P>(part.weights + first, TILE / P::TERMS, part.values + first * Dp, Dp, part_sums.out, Dp, M, Dp,
-               last - first, true, part.factors);
+    product<P>(part.weights + first_unit, TILE / P::TERMS, part.values + first_unit * Dp, Dp, part_sums.out, Dp, M, Dp,
+               end_unit - first_unit, true, part.factors);
   }
 }
 
 template <class P, class TC>
 static void attend_tile(const Attention& a, const Item& item, PackedOperands<P>& packed, PartialSoftmax& sums,
                         int64_t tile) {
-  const int64_t begin = max<int64_t>(item.begin - tile, 0), end = min(item.end - tile, TILE);
+  const int64_t begin = max<int64_t>(item.begin_key - tile, 0), end = min(item.end_key - tile, TILE);
   const CachedRows<TC> keys(a, item, 0), values(a, item, 1);
   if (sizeof(TC) == 1)
     for (int64_t i = begin / W * W; i < end; i += W) {

@@ -78,9 +78,10 @@ INLINE vu look_up_bytes(const uint8_t* entries, vu indices) {
 // A table of sixteen 16-bit numbers, split into bytes. The AVX-512 dot product needs unsigned bytes. For AVX-512, 2^15
 // is therefore added to the numbers, and the sums start at -2^15 times the sum of x.
 struct NumberTable {
-  float unit;  // the number that the integer 1 represents
+  float value_of_one;  // the number that the integer 1 represents
   uint8_t low[16], high[16];
-  constexpr NumberTable(int32_t steps, const int16_t (&numbers)[16]) : unit(1.0f / (float)steps), low{}, high{} {
+  constexpr NumberTable(int32_t integer_of_one, const int16_t (&numbers)[16])
+      : value_of_one(1.0f / (float)integer_of_one), low{}, high{} {
     for (int i = 0; i < 16; i++) {
       low[i] = (uint8_t)(numbers[i] & 255);
       high[i] = (uint8_t)((numbers[i] >> 8 & 255) ^ (W == 16 ? 128 : 0));
@@ -133,8 +134,8 @@ template <> struct GroupSum<16> {
 
 struct BlockKind {
   int bits;
-  int64_t size, groups;  // number of inputs per scale; number of groups of GROUP inputs per unit
-  int64_t min_bytes;     // bytes of a minimum: 0 for none, 1 for an integer, 2 for a float16
+  int64_t scale_inputs, unit_groups;  // number of inputs per scale; number of groups of GROUP inputs per unit
+  int64_t min_bytes;                  // bytes of a minimum: 0 for none, 1 for an integer, 2 for a float16
   bool is_e2m1;
   bool has_row_scales;   // whether each output has a float32 scale
   int table = -1;  // index into NUMBER_TABLES; -1: codes are not indices
@@ -144,18 +145,20 @@ struct BlockKind {
 template <class Kind> struct Blocks {
   static constexpr BlockKind KIND = Kind::KIND;
   typedef typename Kind::Scale Scale;
-  static constexpr bool HAS_UNIT_SCALES = KIND.size > GROUP, HAS_TABLE = KIND.table >= 0;
-  static constexpr int64_t SIZE = min(KIND.size, GROUP), GROUPS = KIND.groups, X_SCALES = GROUP / SIZE;
-  static constexpr int64_t HIGH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * KIND.bits / 8;
-  static constexpr int64_t MINIMA = SCALES + PANEL * X_SCALES * Scale::BYTES;
-  static constexpr int64_t GROUP_BYTES = MINIMA + PANEL * KIND.min_bytes;
-  static constexpr int64_t FACTORS = GROUPS * GROUP_BYTES, MIN_FACTORS = FACTORS + PANEL * 2;
+  static constexpr bool HAS_UNIT_SCALES = KIND.scale_inputs > GROUP, HAS_TABLE = KIND.table >= 0;
+  static constexpr int64_t SIZE = min(KIND.scale_inputs, GROUP), GROUPS = KIND.unit_groups, X_SCALES = GROUP / SIZE;
+  static constexpr int64_t HIGH_BITS_OFFSET = PANEL * GROUP / 2, SCALES_OFFSET = PANEL * GROUP * KIND.bits / 8;
+  static constexpr int64_t MINIMA_OFFSET = SCALES_OFFSET + PANEL * X_SCALES * Scale::BYTES;
+  static constexpr int64_t GROUP_BYTES = MINIMA_OFFSET + PANEL * KIND.min_bytes;
+  static constexpr int64_t FACTORS_OFFSET = GROUPS * GROUP_BYTES, MIN_FACTORS_OFFSET = FACTORS_OFFSET + PANEL * 2;
   static constexpr int64_t FACTOR_BYTES = KIND.min_bytes || HAS_UNIT_SCALES ? PANEL * 4 : PANEL * 2;
-  static constexpr int64_t UNIT_BYTES = FACTORS + (GROUPS == 1 ? 0 : FACTOR_BYTES);
+  static constexpr int64_t UNIT_BYTES = FACTORS_OFFSET + (GROUPS == 1 ? 0 : FACTOR_BYTES);
   static constexpr int64_t INPUTS = GROUPS * GROUP, LINES = GROUP_BYTES / 64, PASSES = GROUPS;
   static constexpr int64_t ROWS_AT_ONCE = HAS_TABLE && W == 16 ? 4 : GROUP_ROWS, BLOCK_UNITS = 40 / GROUPS;
   static constexpr int FETCH_2_PASSES = (LINES + 3) / 4, FETCH_4_PASSES = FETCH_2_PASSES, FETCH_MORE = FETCH_2_PASSES;
-  static constexpr float UNIT = HAS_TABLE ? NUMBER_TABLES[max(KIND.table, 0)].unit : KIND.is_e2m1 ? 0.5f : 1;
+  static constexpr float VALUE_OF_ONE = HAS_TABLE      ? NUMBER_TABLES[max(KIND.table, 0)].value_of_one
+                                        : KIND.is_e2m1 ? 0.5f
+                                                       : 1;
   static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (HAS_TABLE ? 1 : 2) ? 4 : GROUP_VECTORS; }
 
   // Returns the operand of the products for one half of a step of 8 inputs. `low` has the low four bits of the codes.
@@ -164,9 +167,10 @@ template <class Kind> struct Blocks {
     else return add_high_bits(low, w, step, half, v);
   }
   INLINE vu add_high_bits(vu low, const char* w, int step, int half, int v) {
-    if (KIND.bits == 5) return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH) + v * W), 2 * step + half);
+    if (KIND.bits == 5)
+      return low | Groups<5>::fifth_bits(load((const uint32_t*)(w + HIGH_BITS_OFFSET) + v * W), 2 * step + half);
     if (KIND.bits == 6) {
-      const vu bits = load((const uint32_t*)(w + HIGH + step / 2 * 4 * PANEL) + v * W);
+      const vu bits = load((const uint32_t*)(w + HIGH_BITS_OFFSET + step / 2 * 4 * PANEL) + v * W);
       const int position = 2 * (step % 2 * 2 + half);
       return low | ((position < 4 ? bits << (4 - position) : bits >> (position - 4)) & 0x30303030);
     }
@@ -177,10 +181,10 @@ template <class Kind> struct Blocks {
     constexpr int VECTORS = vectors(ROWS), STEPS = SIZE / 8;
     constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      float* stored = (float*)block.sums + column;
+      float* stored_sums = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored_sums + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const float* x_scales = block.x.scales;
@@ -190,13 +194,14 @@ template <class Kind> struct Blocks {
         vf factors[VECTORS], min_factors[VECTORS];
         // Prefetches the factors of the next unit. STREAM would prefetch them too late: they are stored after the
         // groups, but the first group needs them.
-        for (int64_t line = FACTORS; line < UNIT_BYTES; line += LINE)
+        for (int64_t line = FACTORS_OFFSET; line < UNIT_BYTES; line += LINE)
           __builtin_prefetch(unit + UNIT_BYTES + line, 0, 2);
         if (GROUPS > 1)
           for (int v = 0; v < VECTORS; v++) {
-            factors[v] = HAS_UNIT_SCALES ? load((const float*)(unit + FACTORS) + column + v * W)
-                                         : load_half((const uint16_t*)(unit + FACTORS) + column + v * W);
-            if (KIND.min_bytes) min_factors[v] = load_half((const uint16_t*)(unit + MIN_FACTORS) + column + v * W);
+            factors[v] = HAS_UNIT_SCALES ? load((const float*)(unit + FACTORS_OFFSET) + column + v * W)
+                                         : load_half((const uint16_t*)(unit + FACTORS_OFFSET) + column + v * W);
+            if (KIND.min_bytes)
+              min_factors[v] = load_half((const uint16_t*)(unit + MIN_FACTORS_OFFSET) + column + v * W);
           }
         const char* w = unit;
         for (int64_t g = 0; g < GROUPS; g++, w += GROUP_BYTES, ahead += ADVANCE) {
@@ -215,9 +220,9 @@ template <class Kind> struct Blocks {
               } else fetch<FETCHED>(ahead, LINES, step, 4);
               decltype(make_operand(vu{}, nullptr, 0, 0, 0)) low[VECTORS], high[VECTORS];
               for (int v = 0; v < VECTORS; v++) {
-                const vu pairs = load((const uint32_t*)(w + column * 4 + step * 4 * PANEL) + v * W);
-                low[v] = make_operand(pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
-                high[v] = make_operand(pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
+                const vu code_pairs = load((const uint32_t*)(w + column * 4 + step * 4 * PANEL) + v * W);
+                low[v] = make_operand(code_pairs & 0x0f0f0f0f, w + column * 4, step, 0, v);
+                high[v] = make_operand(code_pairs >> 4 & 0x0f0f0f0f, w + column * 4, step, 1, v);
               }
               for (int r = 0; r < ROWS; r++) {
                 const int8_t* inputs = x + r * x_stride + 8 * part;
@@ -232,16 +237,16 @@ template <class Kind> struct Blocks {
             vf scales[VECTORS], minima[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
               const int64_t output = column + v * W;
-              scales[v] = Scale::read(w + SCALES + (scale_index * PANEL + output) * Scale::BYTES);
-              if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA) + output);
-              if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA) + output);
+              scales[v] = Scale::read(w + SCALES_OFFSET + (scale_index * PANEL + output) * Scale::BYTES);
+              if (KIND.min_bytes == 1) minima[v] = load((const uint8_t*)(w + MINIMA_OFFSET) + output);
+              if (KIND.min_bytes == 2) minima[v] = load_half((const uint16_t*)(w + MINIMA_OFFSET) + output);
               if (HAS_UNIT_SCALES) scales[v] = factors[v];
               else if (GROUPS > 1) scales[v] *= factors[v];
               if (GROUPS > 1 && KIND.min_bytes) minima[v] *= min_factors[v];
             }
             for (int r = 0; r < ROWS; r++) {
               const int32_t start = starts[r * groups];
-              const float scale_x = x_scales[r * groups] * UNIT;
+              const float scale_x = x_scales[r * groups] * VALUE_OF_ONE;
               const vf negated_sum = all((float)start * scale_x);
               for (int v = 0; v < VECTORS; v++) {
                 const vi total = totals[r][v].total(KIND.min_bytes ? KIND.offset * start : start);
@@ -253,7 +258,7 @@ template <class Kind> struct Blocks {
         }
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored_sums + r * PANEL + v * W, sums[r][v]);
     }
   }
 
@@ -296,39 +301,43 @@ template <class F> INLINE void with_blocks(int64_t encoding, F run) {
 
 template <class Form> static void pack_blocks(Form, const PackCodes& a, int64_t panel) {
   constexpr int64_t SCALE_BYTES = Form::Scale::BYTES, MIN_BYTES = Form::KIND.min_bytes;
-  const int64_t units = ceil_div(a.K, Form::INPUTS), first = panel * PANEL, count = min(PANEL, a.N - first);
-  const int64_t scales = ceil_div(a.K, Form::SIZE), minima = ceil_div(a.K, GROUP), factors = ceil_div(a.K, 256);
+  const int64_t units = ceil_div(a.K, Form::INPUTS), first_output = panel * PANEL;
+  const int64_t num_outputs = min(PANEL, a.N - first_output), scales_per_row = ceil_div(a.K, Form::SIZE);
+  const int64_t minima_per_row = ceil_div(a.K, GROUP), factors_per_row = ceil_div(a.K, 256);
   char* unit = (char*)a.panels + panel * units * Form::UNIT_BYTES;
   __builtin_memset(unit, 0, units * Form::UNIT_BYTES);
   for (int64_t u = 0; u < units; u++, unit += Form::UNIT_BYTES) {
-    for (int64_t column = 0; column < count; column++) {
-      const int64_t row = first + column;
+    for (int64_t column = 0; column < num_outputs; column++) {
+      const int64_t row = first_output + column;
       for (int64_t g = 0; g < Form::GROUPS; g++) {
         const int64_t group = u * Form::GROUPS + g, inputs = min(GROUP, a.K - group * GROUP);
         if (inputs <= 0) break;
-        const uint8_t* codes = a.codes + row * a.stride + group * GROUP;
-        char* record = unit + g * Form::GROUP_BYTES;
-        uint8_t* to = (uint8_t*)record + column * 4;
+        const uint8_t* codes = a.codes + row * a.row_stride + group * GROUP;
+        char* group_memory = unit + g * Form::GROUP_BYTES;
+        uint8_t* to = (uint8_t*)group_memory + column * 4;
         for (int64_t k = 0; k < inputs; k++) {
           const int64_t step = k / 8, half = k % 8 / 4, byte = k % 4;
           to[step * 4 * PANEL + byte] |= (codes[k] & 15) << (4 * half);
-          if (Form::KIND.bits == 5) to[Form::HIGH + byte] |= codes[k] >> 4 << (2 * step + half);
+          if (Form::KIND.bits == 5) to[Form::HIGH_BITS_OFFSET + byte] |= codes[k] >> 4 << (2 * step + half);
           if (Form::KIND.bits == 6)
-            to[Form::HIGH + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
+            to[Form::HIGH_BITS_OFFSET + step / 2 * 4 * PANEL + byte] |= codes[k] >> 4 << (2 * (step % 2 * 2 + half));
         }
-        const int64_t num_scales = SCALE_BYTES ? min(Form::X_SCALES, scales - group * Form::X_SCALES) : 0;
-        for (int64_t scaled = 0; scaled < num_scales; scaled++)
-          __builtin_memcpy(record + Form::SCALES + (scaled * PANEL + column) * SCALE_BYTES,
-                           (const char*)a.scales + (row * scales + group * Form::X_SCALES + scaled) * SCALE_BYTES,
-                           SCALE_BYTES);
+        const int64_t num_scales = SCALE_BYTES ? min(Form::X_SCALES, scales_per_row - group * Form::X_SCALES) : 0;
+        for (int64_t scale_index = 0; scale_index < num_scales; scale_index++)
+          __builtin_memcpy(
+              group_memory + Form::SCALES_OFFSET + (scale_index * PANEL + column) * SCALE_BYTES,
+              (const char*)a.scales + (row * scales_per_row + group * Form::X_SCALES + scale_index) * SCALE_BYTES,
+              SCALE_BYTES);
         if (MIN_BYTES)
-          __builtin_memcpy(record + Form::MINIMA + column * MIN_BYTES,
-                           (const char*)a.zeros + (row * minima + group) * MIN_BYTES, MIN_BYTES);
+          __builtin_memcpy(group_memory + Form::MINIMA_OFFSET + column * MIN_BYTES,
+                           (const char*)a.zeros + (row * minima_per_row + group) * MIN_BYTES, MIN_BYTES);
       }
-      if (Form::HAS_UNIT_SCALES) ((float*)(unit + Form::FACTORS))[column] = ((const float*)a.scales)[row * units + u];
-      else if (Form::GROUPS > 1) ((uint16_t*)(unit + Form::FACTORS))[column] = a.factors[row * factors + u];
+      if (Form::HAS_UNIT_SCALES)
+        ((float*)(unit + Form::FACTORS_OFFSET))[column] = ((const float*)a.scales)[row * units + u];
+      else if (Form::GROUPS > 1)
+        ((uint16_t*)(unit + Form::FACTORS_OFFSET))[column] = a.factors[row * factors_per_row + u];
       if (Form::GROUPS > 1 && MIN_BYTES)
-        ((uint16_t*)(unit + Form::MIN_FACTORS))[column] = a.min_factors[row * factors + u];
+        ((uint16_t*)(unit + Form::MIN_FACTORS_OFFSET))[column] = a.min_factors[row * factors_per_row + u];
     }
   }
 }

@@ -3,7 +3,8 @@
 // with one group are linear layers (kernels/convolution.py).
 
 // ---- sine and cosine ----
-// An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 6e-8.
+// An angle is reduced to x = n pi + r with |r| <= pi / 2. The Taylor sums in r have an error of at most 2.5e-7: 6e-8
+// from the omitted terms, and the rest from rounding.
 
 struct ReducedAngle {
   vf r;
@@ -13,7 +14,9 @@ INLINE ReducedAngle reduce_angle(vf x) {
   const vf shifted = fma(x, all(0.318309886f), all(ROUNDER)), n = shifted - ROUNDER;
   vf r = fma(n, all(-3.140625f), x);  // the product is exact, because this part of pi has few bits
   r = fma(n, all(-9.67653589793e-4f), r);
-  const vf limit = all(1.57079633f);  // r exceeds the limit only for large x, where float32 has no fraction bits
+  // Because 1 / pi is rounded, n can be wrong where x / pi is about halfway between two integers. |r| then exceeds
+  // pi / 2 by up to about 4e-8 |x|.
+  const vf limit = all(1.57079633f);
   r = r > limit ? limit : r;
   r = r < -limit ? -limit : r;
   return {r, as_bits(shifted) << 31};
@@ -73,21 +76,21 @@ template <class T> static void depthwise_conv1d(const DepthwiseConv1d& a, const 
   over_rows(team, a.rows, [=](int64_t first, int64_t last) {
     const int64_t reach = (a.kernel_size - 1) * a.dilation;
     for (int64_t row = first; row < last;) {
-      const int64_t from = row * a.stride - a.padding;  // the input row of the first tap
-      if (row + CONV_ROWS <= last && from >= 0 && from + (CONV_ROWS - 1) * a.stride + reach < a.T) {
+      const int64_t first_input = row * a.stride - a.padding;  // the input row of the first tap
+      if (row + CONV_ROWS <= last && first_input >= 0 && first_input + (CONV_ROWS - 1) * a.stride + reach < a.T) {
         depthwise_rows<T, CONV_ROWS>(a, row, 0, a.kernel_size);
         row += CONV_ROWS;
         continue;
       }
-      const int64_t begin = from < 0 ? min(ceil_div(-from, a.dilation), a.kernel_size) : 0;
-      const int64_t end = from < a.T ? min(a.kernel_size, ceil_div(a.T - from, a.dilation)) : begin;
+      const int64_t begin = first_input < 0 ? min(ceil_div(-first_input, a.dilation), a.kernel_size) : 0;
+      const int64_t end = first_input < a.T ? min(a.kernel_size, ceil_div(a.T - first_input, a.dilation)) : begin;
       depthwise_rows<T, 1>(a, row, begin, max(begin, end));
       row++;
     }
   });
 }
 
-static int64_t work(const DepthwiseConv1d& a) { return (ELEMENT + a.kernel_size) * a.rows * a.C; }
+static int64_t work(const DepthwiseConv1d& a) { return (ELEMENT_WORK + a.kernel_size) * a.rows * a.C; }
 static void run(const DepthwiseConv1d& a, const Team& team) { WITH_TYPE(a.type, T, depthwise_conv1d<T>(a, team)); }
 KERNEL(depthwise_conv1d, DepthwiseConv1d)
 
@@ -112,7 +115,7 @@ template <class T> static void snake(const Snake& a, const Team& team) {
   });
 }
 
-static int64_t work(const Snake& a) { return 5 * ELEMENT * a.n * a.F; }
+static int64_t work(const Snake& a) { return 5 * ELEMENT_WORK * a.n * a.F; }
 static void run(const Snake& a, const Team& team) { WITH_TYPE(a.type, T, snake<T>(a, team)); }
 KERNEL(snake, Snake)
 
@@ -135,7 +138,7 @@ template <class T> static void add_scaled(const AddScaled& a, const Team& team) 
   });
 }
 
-static int64_t work(const AddScaled& a) { return ELEMENT * a.n * a.F; }
+static int64_t work(const AddScaled& a) { return ELEMENT_WORK * a.n * a.F; }
 static void run(const AddScaled& a, const Team& team) { WITH_TYPE(a.type, T, add_scaled<T>(a, team)); }
 KERNEL(add_scaled, AddScaled)
 
@@ -149,25 +152,25 @@ struct GroupNorm {  // x [n, C], rows strided: one sequence; weight, bias [C]; o
 };
 
 template <class T> static void group_norm(const GroupNorm& a, const Team& team) {
-  const int64_t width = a.C / a.groups;
-  const float count = (float)(a.n * width);
+  const int64_t group_width = a.C / a.groups;
+  const float num_elements = (float)(a.n * group_width);
   over_rows(team, a.groups, [=](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; group++) {
-      const T* x = (const T*)a.x + group * width;
-      const float *weight = a.weight + group * width, *bias = a.bias + group * width;
-      T* out = (T*)a.out + group * width;
+      const T* x = (const T*)a.x + group * group_width;
+      const float *weight = a.weight + group * group_width, *bias = a.bias + group * group_width;
+      T* out = (T*)a.out + group * group_width;
       vf total = {}, squares = {};
       for (int64_t row = 0; row < a.n; row++)
-        for_vectors(width, EACH_VECTOR { total += load(x + row * a.stride + i, lanes); });
-      const vf mean = all(sum(total) / count);
+        for_vectors(group_width, EACH_VECTOR { total += load(x + row * a.stride + i, lanes); });
+      const vf mean = all(sum(total) / num_elements);
       for (int64_t row = 0; row < a.n; row++)
-        for_vectors(width, EACH_VECTOR {
-          vf distance = filled(load(x + row * a.stride + i, lanes) - mean, 0, lanes);
-          squares = fma(distance, distance, squares);
+        for_vectors(group_width, EACH_VECTOR {
+          vf deviation = filled(load(x + row * a.stride + i, lanes) - mean, 0, lanes);
+          squares = fma(deviation, deviation, squares);
         });
-      const vf factor = all(1 / __builtin_sqrtf(sum(squares) / count + (float)a.eps));
+      const vf factor = all(1 / __builtin_sqrtf(sum(squares) / num_elements + (float)a.eps));
       for (int64_t row = 0; row < a.n; row++)
-        for_vectors(width, EACH_VECTOR {
+        for_vectors(group_width, EACH_VECTOR {
           vf normed = (load(x + row * a.stride + i, lanes) - mean) * factor;
           store(out + row * a.C + i, fma(normed, load(weight + i, lanes), load(bias + i, lanes)), lanes);
         });
@@ -175,7 +178,7 @@ template <class T> static void group_norm(const GroupNorm& a, const Team& team) 
   });
 }
 
-static int64_t work(const GroupNorm& a) { return 3 * ELEMENT * a.n * a.C; }
+static int64_t work(const GroupNorm& a) { return 3 * ELEMENT_WORK * a.n * a.C; }
 static void run(const GroupNorm& a, const Team& team) { WITH_TYPE(a.type, T, group_norm<T>(a, team)); }
 KERNEL(group_norm, GroupNorm)
 
@@ -205,35 +208,35 @@ template <class T> static void polar(const Polar& a, const Team& team) {
   });
 }
 
-static int64_t work(const Polar& a) { return 12 * ELEMENT * a.n * a.F; }
+static int64_t work(const Polar& a) { return 12 * ELEMENT_WORK * a.n * a.F; }
 static void run(const Polar& a, const Team& team) { WITH_TYPE(a.type, T, polar<T>(a, team)); }
 KERNEL(polar, Polar)
 
-struct OverlapAdd {  // frames [n, size], rows strided: one sequence; squares [size] of the window; out [n * hop]
-  const float *frames, *squares;
+struct OverlapAdd {  // frames [n, frame_size], rows strided: one sequence; window_squares [frame_size]; out [n * hop]
+  const float *frames, *window_squares;
   float* out;
-  int64_t n, size, hop, stride;  // size is a multiple of hop
+  int64_t n, frame_size, hop, frame_stride;  // frame_size is a multiple of hop
 };
 
-static int64_t work(const OverlapAdd& a) { return 2 * ELEMENT * a.n * a.size; }
+static int64_t work(const OverlapAdd& a) { return 2 * ELEMENT_WORK * a.n * a.frame_size; }
 static void run(const OverlapAdd& a, const Team& team) {
-  const int64_t drop = (a.size - a.hop) / 2, overlap = a.size / a.hop;
+  const int64_t num_dropped = (a.frame_size - a.hop) / 2, frames_per_sample = a.frame_size / a.hop;
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    for (int64_t s = begin * a.hop; s < end * a.hop;) {
+    for (int64_t sample = begin * a.hop; sample < end * a.hop;) {
       // The set of overlapping frames is constant up to the start of the next frame.
-      const int64_t position = s + drop, newest = position / a.hop;
-      const int64_t next = min((newest + 1) * a.hop - drop, end * a.hop);
-      const int64_t first = max<int64_t>(newest - overlap + 1, 0), last = min(newest, a.n - 1);
-      for_vectors(next - s, EACH_VECTOR {
+      const int64_t position = sample + num_dropped, newest = position / a.hop;
+      const int64_t next = min((newest + 1) * a.hop - num_dropped, end * a.hop);
+      const int64_t first = max<int64_t>(newest - frames_per_sample + 1, 0), last = min(newest, a.n - 1);
+      for_vectors(next - sample, EACH_VECTOR {
         vf total = {}, weights = {};
         for (int64_t frame = first; frame <= last; frame++) {
           const int64_t offset = position - frame * a.hop + i;
-          total += load(a.frames + frame * a.stride + offset, lanes);
-          weights += load(a.squares + offset, lanes);
+          total += load(a.frames + frame * a.frame_stride + offset, lanes);
+          weights += load(a.window_squares + offset, lanes);
         }
-        store(a.out + s + i, total / weights, lanes);
+        store(a.out + sample + i, total / weights, lanes);
       });
-      s = next;
+      sample = next;
     }
   });
 }

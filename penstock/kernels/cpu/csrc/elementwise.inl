@@ -5,7 +5,7 @@ template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
   const vf squares = sum_of_vectors(E, ADD_VECTOR {
     const vf v = load(x + i, lanes);
-    return fma(v, v, added);
+    return fma(v, v, sum_so_far);
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
@@ -17,23 +17,23 @@ INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps)
   });
 }
 
-struct RmsNorm {  // x [n0, n1, E] with strides s0, s1; out [n0, n1, E] contiguous
+struct RmsNorm {  // x [n0, n1, E] with strides stride0, stride1; out [n0, n1, E] contiguous
   int64_t type, weight_type;
   const void *x, *weight;
   void* out;
-  int64_t n0, n1, s0, s1, E;
+  int64_t n0, n1, stride0, stride1, E;
   double eps;
 };
 
 template <class T, class TW> static void rms_norm(const RmsNorm& a, const Team& team) {
   over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
-      norm_row((const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1, (const TW*)a.weight, (T*)a.out + row * a.E,
-               a.E, (float)a.eps);
+      norm_row((const T*)a.x + row / a.n1 * a.stride0 + row % a.n1 * a.stride1, (const TW*)a.weight,
+               (T*)a.out + row * a.E, a.E, (float)a.eps);
   });
 }
 
-static int64_t work(const RmsNorm& a) { return ELEMENT * a.n0 * a.n1 * a.E; }
+static int64_t work(const RmsNorm& a) { return ELEMENT_WORK * a.n0 * a.n1 * a.E; }
 static void run(const RmsNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a, team)));
 }
@@ -58,7 +58,7 @@ template <class T, class TW> static void add_rms_norm(const AddRmsNorm& a, const
   });
 }
 
-static int64_t work(const AddRmsNorm& a) { return ELEMENT * a.n * a.E; }
+static int64_t work(const AddRmsNorm& a) { return ELEMENT_WORK * a.n * a.E; }
 static void run(const AddRmsNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_rms_norm<T, TW>(a, team)));
 }
@@ -95,13 +95,14 @@ template <> INLINE_MEMBER vf activated<bf16, GeluTanh>(vf x) {
 }
 #endif
 
-// Calls body with the activation function of index `number`, for results of type T. Does nothing if number > 4.
-template <class T, class Body> INLINE void with_activation(int64_t number, Body body) {
-  if (number == 0) body([](vf x) __attribute__((always_inline)) { return activated<T, Silu>(x); });
-  if (number == 1) body([](vf x) __attribute__((always_inline)) { return activated<T, Gelu>(x); });
-  if (number == 2) body([](vf x) __attribute__((always_inline)) { return activated<T, GeluTanh>(x); });
-  if (number == 3) body([](vf x) __attribute__((always_inline)) { return activated<T, Relu>(x); });
-  if (number == 4) body([](vf x) __attribute__((always_inline)) { return activated<T, Relu2>(x); });
+// Calls body with the activation function of the code `activation`, for results of type T. Does nothing for codes above
+// 4.
+template <class T, class Body> INLINE void with_activation(int64_t activation, Body body) {
+  if (activation == 0) body([](vf x) __attribute__((always_inline)) { return activated<T, Silu>(x); });
+  if (activation == 1) body([](vf x) __attribute__((always_inline)) { return activated<T, Gelu>(x); });
+  if (activation == 2) body([](vf x) __attribute__((always_inline)) { return activated<T, GeluTanh>(x); });
+  if (activation == 3) body([](vf x) __attribute__((always_inline)) { return activated<T, Relu>(x); });
+  if (activation == 4) body([](vf x) __attribute__((always_inline)) { return activated<T, Relu2>(x); });
 }
 
 struct GatedActivation {  // x [n, 2F], rows strided; out [n, F]
@@ -123,7 +124,7 @@ template <class T, class Activation> static void gate(const GatedActivation& a, 
   });
 }
 
-static int64_t work(const GatedActivation& a) { return 8 * ELEMENT * a.n * a.F; }
+static int64_t work(const GatedActivation& a) { return 8 * ELEMENT_WORK * a.n * a.F; }
 static void run(const GatedActivation& a, const Team& team) {
   WITH_TYPE(a.type, T, {
     if (a.activation == 0) gate<T, Silu>(a, team);
@@ -135,70 +136,73 @@ static void run(const GatedActivation& a, const Team& team) {
 }
 KERNEL(gated_activation, GatedActivation)
 
-struct TakeRows {  // copies the rows `indices` [n] of table [rows, bytes] to out [n, bytes]; the stride is in bytes
+// Copies the rows `indices` [num_indices] of table [table_rows, row_bytes] to out [num_indices, row_bytes]. The stride
+// is in bytes.
+struct TakeRows {
   const char* table;
   const int64_t* indices;
   char* out;
-  int64_t n, rows, bytes, stride;
+  int64_t num_indices, table_rows, row_bytes, table_stride;
 };
 
-static int64_t work(const TakeRows& a) { return ELEMENT * a.n * a.bytes; }
-// Reports the position of an index outside 0:rows with `fail`. The output row of such an index becomes 0.
+static int64_t work(const TakeRows& a) { return ELEMENT_WORK * a.num_indices * a.row_bytes; }
+// Reports the position of an index outside 0:table_rows with `fail`. The output row of such an index becomes 0.
 static void run(const TakeRows& a, const Team& team) {
-  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+  over_rows(team, a.num_indices, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = a.indices[i];
-      if (row < 0 || row >= a.rows) {
-        __builtin_memset(a.out + i * a.bytes, 0, a.bytes);
+      if (row < 0 || row >= a.table_rows) {
+        __builtin_memset(a.out + i * a.row_bytes, 0, a.row_bytes);
         team.fail(i);
         continue;
       }
-      __builtin_memcpy(a.out + i * a.bytes, a.table + row * a.stride, a.bytes);
+      __builtin_memcpy(a.out + i * a.row_bytes, a.table + row * a.table_stride, a.row_bytes);
     }
   });
 }
 KERNEL(take_rows, TakeRows)
 
-// Copies x [n, bytes] to out, and then values [count, bytes] to the rows `indices` [count] of out. Strides are in
-// bytes.
+// Copies x [n, row_bytes] to out, and then values [num_indices, row_bytes] to the rows `indices` [num_indices] of out.
+// Strides are in bytes.
 struct PutRows {
   const char *x, *values;
   const int64_t* indices;
   char* out;
-  int64_t n, count, bytes, x_stride, values_stride;
+  int64_t n, num_indices, row_bytes, x_stride, values_stride;
 };
 
-static int64_t work(const PutRows& a) { return ELEMENT * a.n * a.bytes; }
+static int64_t work(const PutRows& a) { return ELEMENT_WORK * a.n * a.row_bytes; }
 // Reports the position of an index outside 0:n with `fail`. The values of such an index are not stored.
 static void run(const PutRows& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) __builtin_memcpy(a.out + i * a.bytes, a.x + i * a.x_stride, a.bytes);
-    for (int64_t i = 0; i < a.count; i++) {
+    for (int64_t i = begin; i < end; i++) __builtin_memcpy(a.out + i * a.row_bytes, a.x + i * a.x_stride, a.row_bytes);
+    for (int64_t i = 0; i < a.num_indices; i++) {
       const int64_t row = a.indices[i];
       if (row < 0 || row >= a.n) team.fail(i);
       else if (row >= begin && row < end)
-        __builtin_memcpy(a.out + row * a.bytes, a.values + i * a.values_stride, a.bytes);
+        __builtin_memcpy(a.out + row * a.row_bytes, a.values + i * a.values_stride, a.row_bytes);
     }
   });
 }
 KERNEL(put_rows, PutRows)
 
-// x [n0, n1, E] has the strides s0, s1. out [n0, n1, E] is contiguous. weight and bias are [E] or [n1, E], of one type.
+// x [n0, n1, E] has the strides stride0, stride1. out [n0, n1, E] is contiguous. weight and bias are [E] or [n1, E], of
+// one type.
 struct LayerNorm {
   int64_t type, weight_type;
   const void *x, *weight, *bias;
   void* out;
-  int64_t n0, n1, s0, s1, E, weight_stride;  // weight_stride: 0 if all rows share the weights
+  int64_t n0, n1, stride0, stride1, E, weight_stride;  // weight_stride: 0 if all rows share the weights
   double eps;
 };
 
 template <class T, class TW, class TO>
 INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, TO* out, int64_t E, float eps) {
-  const vf total = sum_of_vectors(E, ADD_VECTOR { return added + load(x + i, lanes); });
+  const vf total = sum_of_vectors(E, ADD_VECTOR { return sum_so_far + load(x + i, lanes); });
   const vf mean = all(sum(total) / (float)E);
   const vf squares = sum_of_vectors(E, ADD_VECTOR {
-    const vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
-    return fma(distance, distance, added);
+    const vf deviation = filled(load(x + i, lanes) - mean, 0, lanes);
+    return fma(deviation, deviation, sum_so_far);
   });
   const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
@@ -211,13 +215,13 @@ template <class T, class TW> static void layer_norm(const LayerNorm& a, const Te
   over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const int64_t outer = row / a.n1, inner = row % a.n1, weights = inner * a.weight_stride;
-      layer_norm_row((const T*)a.x + outer * a.s0 + inner * a.s1, (const TW*)a.weight + weights,
+      layer_norm_row((const T*)a.x + outer * a.stride0 + inner * a.stride1, (const TW*)a.weight + weights,
                      (const TW*)a.bias + weights, (T*)a.out + row * a.E, a.E, (float)a.eps);
     }
   });
 }
 
-static int64_t work(const LayerNorm& a) { return 2 * ELEMENT * a.n0 * a.n1 * a.E; }
+static int64_t work(const LayerNorm& a) { return 2 * ELEMENT_WORK * a.n0 * a.n1 * a.E; }
 static void run(const LayerNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm<T, TW>(a, team)));
 }
@@ -242,7 +246,7 @@ template <class T, class TW> static void add_layer_norm(const AddLayerNorm& a, c
   });
 }
 
-static int64_t work(const AddLayerNorm& a) { return 3 * ELEMENT * a.n * a.E; }
+static int64_t work(const AddLayerNorm& a) { return 3 * ELEMENT_WORK * a.n * a.E; }
 static void run(const AddLayerNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_layer_norm<T, TW>(a, team)));
 }
@@ -267,7 +271,7 @@ template <class T, class TW> static void layer_norm_of_sum(const LayerNormOfSum&
   });
 }
 
-static int64_t work(const LayerNormOfSum& a) { return 3 * ELEMENT * a.n * a.E; }
+static int64_t work(const LayerNormOfSum& a) { return 3 * ELEMENT_WORK * a.n * a.E; }
 static void run(const LayerNormOfSum& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm_of_sum<T, TW>(a, team)));
 }
@@ -292,7 +296,7 @@ template <class T, class Function> static void combine(const Operands& a, const 
   });
 }
 
-static int64_t work(const Operands& a) { return ELEMENT * a.n * a.F; }
+static int64_t work(const Operands& a) { return ELEMENT_WORK * a.n * a.F; }
 static void run(const Add& a, const Team& team) {
   WITH_TYPE(a.type, T, combine<T>(a, team, [](vf x, vf y) __attribute__((always_inline)) { return x + y; }));
 }
@@ -323,7 +327,7 @@ INLINE void apply_function(const ApplyFunction& a, const Team& team, Function fu
 }
 
 static int64_t work(const ApplyFunction& a) {
-  return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT * a.n * a.F;
+  return (a.function == 5 || a.function == 7 ? 1 : 8) * ELEMENT_WORK * a.n * a.F;
 }
 static void run(const ApplyFunction& a, const Team& team) {
   const float factor = (float)a.factor, low = (float)a.low;
@@ -347,26 +351,26 @@ struct Xielu {  // x [n, F], rows strided; out [n, F]
   const void* x;
   void* out;
   int64_t n, F, stride;
-  double positive, negative, slope, top;  // fields of XIELU (kernels/activations.py); top: `eps`, the maximum in exp
+  double positive, negative, slope, max_exponent;  // fields of XIELU (kernels/activations.py); max_exponent: its `eps`
 };
 
 template <class T> static void xielu(const Xielu& a, const Team& team) {
   const float positive = (float)a.positive, negative = (float)a.negative, slope = (float)a.slope;
-  const vf top = all((float)a.top);
+  const vf max_exponent = all((float)a.max_exponent);
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T* x = (const T*)a.x + row * a.stride;
       T* out = (T*)a.out + row * a.F;
       for_vectors(a.F, EACH_VECTOR {
         const vf v = load(x + i, lanes);
-        const vf below = negative * ((exp(v < top ? v : top) - 1) - v);
+        const vf below = negative * ((exp(v < max_exponent ? v : max_exponent) - 1) - v);
         store(out + i, slope * v + (v > vf{} ? positive * v * v : below), lanes);
       });
     }
   });
 }
 
-static int64_t work(const Xielu& a) { return 8 * ELEMENT * a.n * a.F; }
+static int64_t work(const Xielu& a) { return 8 * ELEMENT_WORK * a.n * a.F; }
 static void run(const Xielu& a, const Team& team) { WITH_TYPE(a.type, T, xielu<T>(a, team)); }
 KERNEL(xielu, Xielu)
 
@@ -395,6 +399,6 @@ template <class T> static void clamped_swiglu(const ClampedSwiGLU& a, const Team
   });
 }
 
-static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT * a.n * a.F; }
+static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT_WORK * a.n * a.F; }
 static void run(const ClampedSwiGLU& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swiglu<T>(a, team)); }
 KERNEL(clamped_swiglu, ClampedSwiGLU)

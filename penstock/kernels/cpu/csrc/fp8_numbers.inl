@@ -69,7 +69,8 @@ struct Fp8Pairs {
 // A table of 128 bytes in registers.
 struct ByteTable {
   vu low, high;
-  INLINE_MEMBER ByteTable(const uint8_t* bytes) : low(load((const uint32_t*)bytes)), high(load((const uint32_t*)bytes + W)) {}
+  INLINE_MEMBER ByteTable(const uint8_t* bytes)
+      : low(load((const uint32_t*)bytes)), high(load((const uint32_t*)bytes + W)) {}
   // Returns the byte at index & 127 for each byte. The instruction is written in assembly, because the file is compiled
   // without AVX-512 VBMI: its other code also runs on processors without this extension.
   INLINE_MEMBER vu at(vu index) const {
@@ -125,12 +126,12 @@ static bool uses_fp8_tables() {
   if (result != UNKNOWN) return result == FAST;
   vf x = all(0.5f);
   __asm__("" : "+v"(x));
-  const int64_t added = shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, sum); });
+  const int64_t add_time = shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, sum); });
   const ByteTable table(FP8_BYTES.low);
-  const int64_t looked_up = shortest_time([=](vf sum) __attribute__((always_inline)) {
+  const int64_t look_up_time = shortest_time([=](vf sum) __attribute__((always_inline)) {
     return as_float(table.at(as_bits(sum)));
   });
-  result = looked_up <= 2 * added ? FAST : SLOW;
+  result = look_up_time <= 2 * add_time ? FAST : SLOW;
   __atomic_store_n(&shared_result, result, __ATOMIC_RELAXED);
   return result == FAST;
 }
@@ -182,7 +183,7 @@ typedef Fp8Floats Fp8Steps;
 #endif
 
 // Returns whether any code in these words has the exponent 0, that is, is subnormal or 0.
-template <int COUNT> INLINE bool has_subnormals(const vu (&words)[COUNT]) {
+template <int COUNT> INLINE bool has_zero_exponents(const vu (&words)[COUNT]) {
 #if PENSTOCK_LANES == 16
   __mmask64 is_small = 0;  // the bytes with the exponent 0
   for (int i = 0; i < COUNT; i++) is_small |= _mm512_testn_epi8_mask((__m512i)words[i], _mm512_set1_epi8(0x78));

@@ -6,7 +6,7 @@
 
 #define VISIBLE __attribute__((visibility("default")))
 
-// Version of the argument layout of the kernels; library.py refuses a library with another version.
+// Version of the argument structs and of the panel layouts. library.py refuses a library with another version.
 extern "C" VISIBLE int penstock_abi() { return 23; }
 
 // Returns the best instruction set of this CPU: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. __builtin_cpu_supports also
@@ -63,15 +63,15 @@ int64_t* penstock_progress = &progress;  // C linkage, as declared in scratch.h
 // kernel runs.
 extern "C" VISIBLE void penstock_count_progress_in(int64_t* counter) { penstock_progress = counter; }
 
-extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
+extern "C" void* penstock_scratch(enum Scratch block, size_t bytes) {
   static thread_local void* blocks[SCRATCH_BLOCKS];
   static thread_local size_t sizes[SCRATCH_BLOCKS];
-  if (sizes[which] < bytes) {
-    free(blocks[which]);
+  if (sizes[block] < bytes) {
+    free(blocks[block]);
     size_t rounded = (bytes + 4095) & ~(size_t)4095;
-    blocks[which] = aligned_alloc(64, rounded);
-    if (!blocks[which]) abort();  // out of memory
-    sizes[which] = rounded;
+    blocks[block] = aligned_alloc(64, rounded);
+    if (!blocks[block]) abort();  // out of memory
+    sizes[block] = rounded;
   }
-  return blocks[which];
+  return blocks[block];
 }

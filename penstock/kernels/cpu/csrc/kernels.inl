@@ -3,11 +3,11 @@
 //   PENSTOCK_LANES  number of floats in a vector
 //   PENSTOCK_DOT    1 if there are bfloat16 dot products (AVX-512 BF16), else 0
 //
-// The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. Strides are in elements unless
-// a comment says bytes. Types are 0 = float32, 1 = bfloat16, unless a comment lists others. The caller checks shapes
-// and types; kernels do not. A kernel returns -1, or the index of a bad value. A kernel may be called with or
-// without the GIL. Only one thread of a process should call kernels, because OpenMP creates a team of threads for each
-// calling thread.
+// The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. In the code, `a` is this
+// struct. Strides are in elements unless a comment says bytes. Types are 0 = float32, 1 = bfloat16, unless a comment
+// lists others. The caller checks shapes and types; kernels do not. A kernel returns -1, or the index of a bad value. A
+// collective returns 0 if it waits for another rank in vain. A kernel may be called with or without the GIL. Only one
+// thread of a process should call kernels, because OpenMP creates a team of threads for each calling thread.
 
 #include <omp.h>
 #include <sched.h>

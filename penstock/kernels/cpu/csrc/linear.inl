@@ -31,11 +31,11 @@ constexpr int64_t STEP_BYTES = 4 * PANEL;     // bytes of a panel per step: one 
 constexpr int64_t BLOCK_STEPS = 512;          // steps per block: the current and the prefetched block fit in the cache
 constexpr int64_t STRIP_STEPS = W == 16 ? 256 : 64;  // number of steps for which x is widened at once
 constexpr int64_t CACHED_BYTES = 8 << 20;     // bytes of x that stay in the last-level cache while all weights are read
-constexpr int64_t CHUNK_ROWS = 252;           // maximum rows of a chunk: their sums stay in the last-level cache, too
+constexpr int64_t MAX_CHUNK_ROWS = 252;       // rows of a chunk, whose sums stay in the last-level cache, too
 constexpr int64_t MIN_CHUNK_ROWS = 24;        // smaller chunks read the weights too often
 constexpr int64_t LINE = 64;                  // bytes
 constexpr int64_t FEW_ROWS = 8;               // up to this many rows, a thread gets a long run of panels, see Pieces
-constexpr int64_t FETCHED_BYTES = 256 << 10;  // maximum bytes of the next layer that a waiting thread prefetches
+constexpr int64_t MAX_FETCHED_BYTES = 256 << 10;  // maximum bytes of the next layer that a waiting thread prefetches
 
 // The template argument FETCHED selects the cache lines that a pass over a panel prefetches at each step:
 // - FETCHED >= 0: this number of consecutive lines of the data at `ahead`.
@@ -47,9 +47,10 @@ constexpr int STREAM = -1;
 constexpr int64_t STREAM_AHEAD = 4096;  // bytes
 // Prefetches every `parts`-th of the selected lines of a step, from line `part` on.
 template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64_t part, int64_t parts) {
-  const int64_t count = FETCHED == STREAM ? 2 : FETCHED, apart = FETCHED == STREAM ? lines / 2 : 1;
+  const int64_t num_lines = FETCHED == STREAM ? 2 : FETCHED, line_distance = FETCHED == STREAM ? lines / 2 : 1;
 #pragma GCC unroll 8
-  for (int64_t line = part; line < count; line += parts) __builtin_prefetch(ahead + line * apart * LINE, 0, 2);
+  for (int64_t line = part; line < num_lines; line += parts)
+    __builtin_prefetch(ahead + line * line_distance * LINE, 0, 2);
 }
 // Returns the number of bytes by which a step advances the prefetch address.
 template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
@@ -60,8 +61,8 @@ template <int FETCHED> constexpr int64_t prefetch_advance(int64_t lines) {
 // sums and the factors. With 32 registers a tile processes the whole panel at once.
 constexpr int vectors_per_pass(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
 
-// The next types compute the product of a step of a panel. `add` multiplies `terms` numbers of each row of x, of type
-// X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
+// The next types (S in templates) compute the product of a step of a panel. `add` multiplies `terms` numbers of each
+// row of x, of type X, by the weights of VECTORS * W outputs, and adds the products to `sums`.
 struct FloatSteps {
   typedef float T, X;
   static constexpr int TERMS = 1;
@@ -125,7 +126,7 @@ typedef WidenedPairSteps PairSteps;
 // The rows of x of a tile in the type that S reads: x itself, or a copy of up to STRIP_STEPS steps, widened to X.
 template <class S, class X, int ROWS> struct StripRows {
   X widened[ROWS * STRIP_STEPS * S::TERMS];
-  static constexpr bool WHOLE = false;
+  static constexpr bool IN_PLACE = false;  // whether `read` returns x itself
   INLINE_MEMBER const X* read(const typename S::T* x, int64_t x_stride, int64_t terms) {
     for (int r = 0; r < ROWS; r++) {
       X* row = widened + r * stride(x_stride);
@@ -136,7 +137,7 @@ template <class S, class X, int ROWS> struct StripRows {
   INLINE_MEMBER int64_t stride(int64_t) const { return STRIP_STEPS * S::TERMS; }
 };
 template <class S, int ROWS> struct StripRows<S, typename S::T, ROWS> {
-  static constexpr bool WHOLE = true;
+  static constexpr bool IN_PLACE = true;
   INLINE_MEMBER const typename S::T* read(const typename S::T* x, int64_t, int64_t) const { return x; }
   INLINE_MEMBER int64_t stride(int64_t x_stride) const { return x_stride; }
 };
@@ -162,11 +163,11 @@ template <class S> struct Block {
   }
 };
 
-// Applies the activation of the layer to the results of the rows begin:begin + rows, in the panel whose first output is
-// `column`. The results are already rounded to T.
+// Applies the activation of the layer to the results of the rows first_row:first_row + rows, in the panel whose first
+// output is `column`. The results are already rounded to T.
 template <class T>
-static __attribute__((noinline)) void activate(const Linear& a, int64_t begin, int64_t rows, int64_t column) {
-  T* y = (T*)a.y + begin * a.y_stride + column;
+static __attribute__((noinline)) void activate(const Linear& a, int64_t first_row, int64_t rows, int64_t column) {
+  T* y = (T*)a.y + first_row * a.y_stride + column;
   with_activation<T>(a.activation - 1, [&](auto function) __attribute__((always_inline)) {
     for (int64_t row = 0; row < rows; row++, y += a.y_stride)
       for_vectors(min(PANEL, a.N - column), EACH_VECTOR { store(y + i, function(load(y + i, lanes)), lanes); });
@@ -194,17 +195,19 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
   constexpr int VECTORS = vectors_per_pass(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
   StripRows<S, typename S::X, ROWS> strip;
-  const int64_t x_stride = strip.stride(block.x_stride), length = strip.WHOLE ? block.terms : STRIP_STEPS * S::TERMS;
-  for (int64_t from = 0; from == 0 || from < block.terms; from += length) {
-    const int64_t terms = min(length, block.terms - from), steps = terms / S::TERMS;
-    const bool is_first = block.is_first && from == 0, is_last = block.is_last && from + terms == block.terms;
-    const auto* rows = strip.read(block.x + from, block.x_stride, terms);
+  const int64_t x_stride = strip.stride(block.x_stride);
+  const int64_t strip_terms = strip.IN_PLACE ? block.terms : STRIP_STEPS * S::TERMS;
+  for (int64_t first_term = 0; first_term == 0 || first_term < block.terms; first_term += strip_terms) {
+    const int64_t terms = min(strip_terms, block.terms - first_term), steps = terms / S::TERMS;
+    const bool is_first = block.is_first && first_term == 0;
+    const bool is_last = block.is_last && first_term + terms == block.terms;
+    const auto* rows = strip.read(block.x + first_term, block.x_stride, terms);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       const auto* x = rows;
-      const auto* w = block.w + from * PANEL + column * S::TERMS;
+      const auto* w = block.w + first_term * PANEL + column * S::TERMS;
       const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS);
       const int64_t advance = prefetch_advance<FETCHED>(LINES);
-      const char* ahead = block.ahead + (pass + from / S::TERMS) * advance;
+      const char* ahead = block.ahead + (pass + first_term / S::TERMS) * advance;
       float* stored = block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
@@ -242,55 +245,55 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
-  auto passes_per_tile = [](int64_t height) { return PANEL / W / vectors_per_pass(height); };
+  auto passes_per_tile = [](int64_t tile_rows) { return PANEL / W / vectors_per_pass(tile_rows); };
   const int64_t passes = tiles * passes_per_tile(rows / tiles);
-  int64_t fetched = block.ahead ? 0 : LINES;
-  Block<S> part = block;
-  for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
-    height = rows * (tile + 1) / tiles - rows * tile / tiles;
-    if (fetched >= LINES) {
-      multiply_tile<S, 0>(part, height);
+  int64_t num_fetched_lines = block.ahead ? 0 : LINES;
+  Block<S> tile_block = block;
+  for (int64_t tile = 0, tile_rows; tile < tiles; tile++, tile_block.advance(tile_rows)) {
+    tile_rows = rows * (tile + 1) / tiles - rows * tile / tiles;
+    if (num_fetched_lines >= LINES) {
+      multiply_tile<S, 0>(tile_block, tile_rows);
       continue;
     }
-    part.ahead = block.ahead + fetched * LINE * steps;
+    tile_block.ahead = block.ahead + num_fetched_lines * LINE * steps;
     if (passes < LINES) {
-      multiply_tile<S, 2>(part, height);
-      fetched += 2 * passes_per_tile(height);
+      multiply_tile<S, 2>(tile_block, tile_rows);
+      num_fetched_lines += 2 * passes_per_tile(tile_rows);
     } else {
-      multiply_tile<S, 1>(part, height);
-      fetched += passes_per_tile(height);
+      multiply_tile<S, 1>(tile_block, tile_rows);
+      num_fetched_lines += passes_per_tile(tile_rows);
     }
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `next` is the panel that this thread probably gets
-// next, or null. `column` is the first output of the panel.
+// Computes the outputs of a panel for the rows first_row:first_row + rows. `next` is the panel that this thread
+// probably gets next, or null. `column` is the first output of the panel.
 template <class S>
-static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, const char* next,
+static void multiply_panel(const Linear& a, int64_t first_row, int64_t rows, const char* panel, const char* next,
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
   const bool is_single_pass = rows <= TILE_ROWS && vectors_per_pass(rows) * W == PANEL;
   const int64_t blocks = is_single_pass ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
-  for (int64_t number = 0; number < blocks; number++) {
-    const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
+  for (int64_t block_index = 0; block_index < blocks; block_index++) {
+    const int64_t first_step = steps * block_index / blocks, end_step = steps * (block_index + 1) / blocks;
     Block<S> block;
-    block.x = (const T*)a.x + begin * a.x_stride + from * S::TERMS;
-    block.w = (const T*)(panel + from * STEP_BYTES);
+    block.x = (const T*)a.x + first_row * a.x_stride + first_step * S::TERMS;
+    block.w = (const T*)(panel + first_step * STEP_BYTES);
     block.x_stride = a.x_stride;
-    block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
-    block.is_first = number == 0;
-    block.is_last = number == blocks - 1;
-    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.is_last ? next : panel + to * STEP_BYTES;
+    block.terms = min(end_step * S::TERMS, a.K) - first_step * S::TERMS;
+    block.is_first = block_index == 0;
+    block.is_last = block_index == blocks - 1;
+    block.ahead = is_single_pass ? panel + STREAM_AHEAD : block.is_last ? next : panel + end_step * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
-    block.y = (T*)a.y + begin * a.y_stride + column;
+    block.y = (T*)a.y + first_row * a.y_stride + column;
     block.y_stride = a.y_stride;
     block.outputs = a.N - column;
     if (is_single_pass) multiply_tile<S, STREAM>(block, rows);
     else multiply_block(block, rows);
   }
-  if (a.activation) activate<T>(a, begin, rows, column);
+  if (a.activation) activate<T>(a, first_row, rows, column);
 }
 
 // The pieces of work of a layer. A piece is a run of consecutive panels with all rows, or one panel with one chunk of
@@ -298,33 +301,34 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
 // - At most FEW_ROWS rows: each thread first gets an equal run of consecutive panels, because long runs read memory
 //   fastest. The remaining panels are assigned one by one.
 // - More rows: panels are assigned one by one. With longer runs, threads would wait for the thread with the last run.
-// - Several chunks of rows: all panels are multiplied with `width` chunks, which stay in the last-level cache, before
-//   the next chunks.
+// - Several chunks of rows: all panels are multiplied with `chunks_at_once` chunks, which stay in the last-level
+//   cache, before the next chunks.
 struct Pieces {
-  int64_t rows, panels, chunks, width;  // width: chunks that are multiplied before the next chunks
-  int64_t run, runs;                    // panels per run; number of runs (0: panels are assigned one by one)
+  int64_t rows, num_panels, num_chunks, chunks_at_once;
+  int64_t run_panels, num_runs;  // panels per run; number of runs (0: panels are assigned one by one)
 
-  Pieces(const Linear& a, const Team& team, int64_t rows, int64_t chunks, int64_t width)
-      : rows(rows), panels(ceil_div(a.N, PANEL)), chunks(chunks), width(width),
-        run(a.rows <= FEW_ROWS ? panels * 7 / 8 / team.size : 0), runs(run > 1 ? team.size : 0) {}
-  INLINE_MEMBER int64_t count() const { return runs + (panels - runs * run) * chunks; }
+  Pieces(const Linear& a, const Team& team, int64_t rows, int64_t num_chunks, int64_t chunks_at_once)
+      : rows(rows), num_panels(ceil_div(a.N, PANEL)), num_chunks(num_chunks), chunks_at_once(chunks_at_once),
+        run_panels(a.rows <= FEW_ROWS ? num_panels * 7 / 8 / team.size : 0), num_runs(run_panels > 1 ? team.size : 0) {}
+  INLINE_MEMBER int64_t num_pieces() const { return num_runs + (num_panels - num_runs * run_panels) * num_chunks; }
 
   // Calls body(panel, next, begin, end) for each panel of a piece, with a range of rows. `next` is the panel that the
   // thread probably gets next, or -1.
   template <class Body> INLINE_MEMBER void for_each_panel(const Team& team, int64_t piece, Body body) const {
-    const bool is_run = piece < runs;
-    const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), first_chunk = round * width;
-    const int64_t round_piece = piece - runs - first_chunk * panels, round_width = min(width, chunks - first_chunk);
-    const int64_t first = first_panel(piece, round_piece / round_width), count = is_run ? run : 1;
-    const int64_t chunk = is_run ? 0 : first_chunk + round_piece % round_width;
-    for (int64_t panel = first; panel < first + count; panel++) {
-      int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + count * (team.size - 1);
-      body(panel, next < panels ? next : -1, rows * chunk / chunks, rows * (chunk + 1) / chunks);
+    const bool is_run = piece < num_runs;
+    const int64_t round = is_run ? 0 : (piece - num_runs) / (num_panels * chunks_at_once);
+    const int64_t first_chunk = round * chunks_at_once, round_piece = piece - num_runs - first_chunk * num_panels;
+    const int64_t round_chunks = min(chunks_at_once, num_chunks - first_chunk);
+    const int64_t first = first_panel(piece, round_piece / round_chunks), num_run_panels = is_run ? run_panels : 1;
+    const int64_t chunk = is_run ? 0 : first_chunk + round_piece % round_chunks;
+    for (int64_t panel = first; panel < first + num_run_panels; panel++) {
+      int64_t next = panel + 1 < first + num_run_panels ? panel + 1 : panel + 1 + num_run_panels * (team.size - 1);
+      body(panel, next < num_panels ? next : -1, rows * chunk / num_chunks, rows * (chunk + 1) / num_chunks);
     }
   }
   // Returns the first panel of a piece. `single` is the index of the panel among the panels that are not in runs.
   INLINE_MEMBER int64_t first_panel(int64_t piece, int64_t single) const {
-    return piece < runs ? piece * run : runs * run + single;
+    return piece < num_runs ? piece * run_panels : num_runs * run_panels + single;
   }
 };
 
@@ -342,17 +346,17 @@ INLINE int64_t chunks_of(int64_t rows, int64_t N, int64_t max_rows, const Team& 
 }
 
 template <class S> static void multiply(const Linear& a, const Team& team) {
-  const int64_t chunks = chunks_of(a.rows, a.N, CHUNK_ROWS, team);
-  const int64_t bytes = ceil_div(a.K, S::TERMS) * STEP_BYTES;
+  const int64_t chunks = chunks_of(a.rows, a.N, MAX_CHUNK_ROWS, team);
+  const int64_t panel_stride = ceil_div(a.K, S::TERMS) * STEP_BYTES;
   const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
-  const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
+  const int64_t chunks_at_once = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   const char* w = (const char*)a.panels;
-  float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
-  const Pieces pieces(a, team, a.rows, chunks, width);
-  over_pieces(team, pieces.count(), [&](int64_t piece) {
+  float* sums = (float*)penstock_scratch(PRIVATE, min(a.rows, MAX_CHUNK_ROWS) * PANEL * sizeof(float));
+  const Pieces pieces(a, team, a.rows, chunks, chunks_at_once);
+  over_pieces(team, pieces.num_pieces(), [&](int64_t piece) {
     pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-      multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < 0 ? nullptr : w + next * bytes, panel * PANEL,
-                        sums);
+      multiply_panel<S>(a, begin, end - begin, w + panel * panel_stride, next < 0 ? nullptr : w + next * panel_stride,
+                        panel * PANEL, sums);
     });
   });
 }
@@ -367,13 +371,16 @@ static void multiply_pairs(const Linear& a, const Team& team) {
   multiply<PairSteps>(a, team);
 }
 
-// Returns the memory, at most FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first; an empty
-// range if there are none. A panel has `bytes` bytes. The result is exact only for a single chunk of rows.
-INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t bytes) {
+// Returns the memory, at most MAX_FETCHED_BYTES, of the panels that `over_pieces` assigns to this thread first; an
+// empty range if there are none. A panel has `panel_stride` bytes. The result is exact only for a single chunk of rows.
+INLINE PrefetchRange first_panels(const Linear& a, const Team& team, int64_t panel_stride) {
   const Pieces pieces(a, team, a.rows, 1, 1);
-  const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
-  const char* begin = (const char*)a.panels + panel * bytes;
-  return panel < pieces.panels ? PrefetchRange{begin, begin + min(bytes * count, FETCHED_BYTES)} : PrefetchRange{};
+  const int64_t panel = pieces.first_panel(team.rank, team.rank - pieces.num_runs);
+  const int64_t num_first_panels = max<int64_t>(pieces.run_panels, 1);
+  const char* begin = (const char*)a.panels + panel * panel_stride;
+  return panel < pieces.num_panels
+             ? PrefetchRange{begin, begin + min(panel_stride * num_first_panels, MAX_FETCHED_BYTES)}
+             : PrefetchRange{};
 }
 
 #include "quantized.inl"

@@ -16,7 +16,7 @@ constexpr int64_t MIN_OUTPUTS = 64;            // minimum outputs of a thread, s
 struct LoraSlice {
   const void *a, *b;
   const int64_t* ranks;  // [adapters]: the rank of each adapter, at most R; null: all adapters have rank R
-  int64_t R, start, N;
+  int64_t R, first_output, N;
 
   INLINE_MEMBER int64_t adapter_rank(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
 };
@@ -27,9 +27,9 @@ struct Lora {
   int64_t x_stride;
   void* y;
   int64_t y_stride;
-  const int64_t* row_adapters;  // [count]: index of each row's adapter; -1: none
+  const int64_t* row_adapters;  // [num_rows]: index of each row's adapter; -1: none
   const LoraSlice* slices;
-  int64_t count, num_slices, adapters, n;
+  int64_t num_rows, num_slices, num_adapters, n;
 };
 
 // The rows of an adapter: entries begin:end of AdaptedRows::order.
@@ -37,9 +37,9 @@ struct Segment {
   int64_t adapter, begin, end;
   INLINE_MEMBER int64_t tiles() const { return ceil_div(end - begin, ADAPTED_ROWS); }
   // Returns the rows of a tile. Tiles have about equal numbers of rows.
-  INLINE_MEMBER Segment tile(int64_t number) const {
-    const int64_t height = end - begin, count = tiles();
-    return {adapter, begin + height * number / count, begin + height * (number + 1) / count};
+  INLINE_MEMBER Segment tile(int64_t tile_index) const {
+    const int64_t num_rows = end - begin, count = tiles();
+    return {adapter, begin + num_rows * tile_index / count, begin + num_rows * (tile_index + 1) / count};
   }
 };
 
@@ -49,21 +49,21 @@ struct AdaptedRows {
   Segment* segments;
   int64_t num_segments, num_tiles;
 
-  static int64_t bytes(const Lora& a) { return a.count * 8 + a.adapters * (int64_t)sizeof(Segment); }
-  AdaptedRows(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.count)) {
-    for (int64_t s = 0; s < a.adapters; s++) segments[s] = {s, 0, 0};
-    for (int64_t t = 0; t < a.count; t++)
+  static int64_t bytes(const Lora& a) { return a.num_rows * 8 + a.num_adapters * (int64_t)sizeof(Segment); }
+  AdaptedRows(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.num_rows)) {
+    for (int64_t s = 0; s < a.num_adapters; s++) segments[s] = {s, 0, 0};
+    for (int64_t t = 0; t < a.num_rows; t++)
       if (a.row_adapters[t] >= 0) segments[a.row_adapters[t]].end++;
     int64_t begin = 0;
-    for (int64_t s = 0; s < a.adapters; s++) {
-      const int64_t height = segments[s].end;
+    for (int64_t s = 0; s < a.num_adapters; s++) {
+      const int64_t num_rows = segments[s].end;
       segments[s].begin = segments[s].end = begin;
-      begin += height;
+      begin += num_rows;
     }
-    for (int64_t t = 0; t < a.count; t++)
+    for (int64_t t = 0; t < a.num_rows; t++)
       if (a.row_adapters[t] >= 0) order[segments[a.row_adapters[t]].end++] = t;
     num_segments = num_tiles = 0;
-    for (int64_t s = 0; s < a.adapters; s++) {
+    for (int64_t s = 0; s < a.num_adapters; s++) {
       if (segments[s].begin == segments[s].end) continue;
       segments[num_segments] = segments[s];
       num_tiles += segments[num_segments++].tiles();
@@ -90,15 +90,15 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
 }
 
 // Adds h [ROWS, rank] B [rank, N] to y [ROWS, N], for VECTORS vectors of outputs from i on.
-template <class T, int ROWS, int VECTORS, class L>
+template <class T, int ROWS, int VECTORS, class Lanes>
 INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t rank, int64_t N, T* const* y, int64_t i,
-                        L lanes) {
+                        Lanes lanes) {
   vf sums[ROWS][VECTORS] = {};
   for (int64_t r = 0; r < rank; r++) {
     for (int v = 0; v < VECTORS; v++) {
-      const T* from = b + r * N + i + v * W;
-      vf weights = load(from, lanes);
-      if (ROWS <= FETCHING_ROWS && v * W * (int64_t)sizeof(T) % LINE == 0) __builtin_prefetch(from + VECTORS * W);
+      const T* b_part = b + r * N + i + v * W;
+      vf weights = load(b_part, lanes);
+      if (ROWS <= FETCHING_ROWS && v * W * (int64_t)sizeof(T) % LINE == 0) __builtin_prefetch(b_part + VECTORS * W);
       for (int t = 0; t < ROWS; t++) sums[t][v] = fma(all(h[t * h_stride + r]), weights, sums[t][v]);
     }
   }
@@ -125,7 +125,7 @@ template <class T, int ROWS> struct Tile {
     for (int t = 0; t < ROWS; t++) {
       const int64_t row = order[tile.begin + t];
       x[t] = (const T*)a.x + row * a.x_stride;
-      y[t] = (T*)a.y + row * a.y_stride + slice.start;
+      y[t] = (T*)a.y + row * a.y_stride + slice.first_output;
     }
   }
   INLINE_MEMBER void multiply_down(int64_t r, int64_t end) const {
@@ -171,10 +171,10 @@ static void multiply_lora(const Lora& a, const LoraSlice& slice, const int64_t* 
 
 // Computes the layer with one thread per tile. Used for many rows, and for a single thread.
 template <class T> static void multiply_tiles(const Lora& a, const Team& team, const AdaptedRows& adapted, float* h) {
-  over_pieces(team, adapted.num_tiles, [&](int64_t number) {
+  over_pieces(team, adapted.num_tiles, [&](int64_t tile_index) {
     const Segment* segment = adapted.segments;
-    for (; number >= segment->tiles(); segment++) number -= segment->tiles();
-    const Segment rows = segment->tile(number);
+    for (; tile_index >= segment->tiles(); segment++) tile_index -= segment->tiles();
+    const Segment rows = segment->tile(tile_index);
     for (int64_t p = 0; p < a.num_slices; p++) {
       const LoraSlice& slice = a.slices[p];
       multiply_lora<T>(a, slice, adapted.order, rows, h, slice.R, {0, slice.R, 0, slice.N});
@@ -185,33 +185,34 @@ template <class T> static void multiply_tiles(const Lora& a, const Team& team, c
 // Computes the layer with all threads on each adapter: each thread first multiplies some rows of A, then some columns
 // of B. Used for few rows.
 template <class T> static void multiply_split(const Lora& a, const Team& team, const AdaptedRows& adapted) {
-  int64_t width = 0;
-  for (int64_t p = 0; p < a.num_slices; p++) width += a.slices[p].R;
+  int64_t total_rank = 0;
+  for (int64_t p = 0; p < a.num_slices; p++) total_rank += a.slices[p].R;
   const int64_t num_rows = adapted.segments[adapted.num_segments - 1].end;
   float* h = team.share(
-      team.rank ? nullptr : (float*)penstock_scratch(SHARED, num_rows * width * (int64_t)sizeof(float)));
+      team.rank ? nullptr : (float*)penstock_scratch(SHARED, num_rows * total_rank * (int64_t)sizeof(float)));
   // Multiplies by A, or by B if is_up.
-  auto multiply_side = [&](bool is_up) __attribute__((always_inline)) {
+  auto multiply_matrices = [&](bool is_up) __attribute__((always_inline)) {
     over_pieces(team, adapted.num_segments * a.num_slices * team.size, [&](int64_t piece) {
-      const int64_t number = piece % team.size, p = piece / team.size % a.num_slices;
+      const int64_t thread = piece % team.size, p = piece / team.size % a.num_slices;
       const Segment& segment = adapted.segments[piece / team.size / a.num_slices];
       const LoraSlice& slice = a.slices[p];
-      const int64_t total = is_up ? slice.N : slice.adapter_rank(segment.adapter);
-      const int64_t step = round_up(ceil_div(total, team.size), is_up ? MIN_OUTPUTS : RANKS);
-      const int64_t begin = min(number * step, total), end = min(begin + step, total);
+      const int64_t num_columns = is_up ? slice.N : slice.adapter_rank(segment.adapter);
+      const int64_t thread_share = round_up(ceil_div(num_columns, team.size), is_up ? MIN_OUTPUTS : RANKS);
+      const int64_t begin = min(thread * thread_share, num_columns), end = min(begin + thread_share, num_columns);
       if (begin == end) return;
-      float* slice_h = h + segment.begin * width;
-      for (int64_t before = 0; before < p; before++) slice_h += a.slices[before].R;
+      float* slice_h = h + segment.begin * total_rank;
+      for (int64_t earlier = 0; earlier < p; earlier++) slice_h += a.slices[earlier].R;
       for (int64_t i = 0; i < segment.tiles(); i++) {
         const Segment rows = segment.tile(i);
         const ThreadRange range = is_up ? ThreadRange{0, 0, begin, end} : ThreadRange{begin, end, 0, 0};
-        multiply_lora<T>(a, slice, adapted.order, rows, slice_h + (rows.begin - segment.begin) * width, width, range);
+        multiply_lora<T>(a, slice, adapted.order, rows, slice_h + (rows.begin - segment.begin) * total_rank, total_rank,
+                         range);
       }
     });
   };
-  multiply_side(false);
+  multiply_matrices(false);
   team.barrier();
-  multiply_side(true);
+  multiply_matrices(true);
 }
 
 template <class T> static void lora(const Lora& a, const Team& team) {
@@ -228,14 +229,14 @@ template <class T> static void lora(const Lora& a, const Team& team) {
 // Returns an upper bound of the work, which counts the largest rank for every row. The adapters of the rows are not
 // known yet, because an earlier operation of the step may set them.
 static int64_t work(const Lora& a) {
-  int64_t total = 0;
+  int64_t work_per_row = 0;
   for (int64_t p = 0; p < a.num_slices; p++) {
     const LoraSlice& slice = a.slices[p];
     int64_t max_rank = slice.ranks ? 0 : slice.R;
-    for (int64_t s = 0; slice.ranks && s < a.adapters; s++) max_rank = max(max_rank, slice.ranks[s]);
-    total += max_rank * (a.n + slice.N);
+    for (int64_t s = 0; slice.ranks && s < a.num_adapters; s++) max_rank = max(max_rank, slice.ranks[s]);
+    work_per_row += max_rank * (a.n + slice.N);
   }
-  return a.count * total;
+  return a.num_rows * work_per_row;
 }
 static void run(const Lora& a, const Team& team) { WITH_TYPE(a.type, T, lora<T>(a, team)); }
 KERNEL(lora, Lora)

@@ -5,7 +5,7 @@ struct Pack {  // packs a weight [N, K] in rows into panels
   int64_t encoding;     // as in Linear
   int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 quantized integers
   const void* source;
-  int64_t stride;
+  int64_t source_stride;
   const uint16_t* source_scales;  // [N, ceil(K / GROUP)] float16: the scales of integers with groups; else null
   void* panels;
   float* scales;            // [N]: receives the scales if floats are packed as int8; else null
@@ -43,7 +43,7 @@ INLINE vf widen_half(vu bits) { return widen_half(__builtin_convertvector(bits, 
 
 template <class T> struct FloatUnits {
   static constexpr int64_t INPUTS = 1;
-  template <class L> INLINE vu read_units(const T* row, int64_t unit, L lanes) {
+  template <class Lanes> INLINE vu read_units(const T* row, int64_t unit, Lanes lanes) {
     return as_bits(load(row + unit, lanes));
   }
   INLINE vu read_last_units(const T* row, int64_t unit, int64_t inputs) {
@@ -81,23 +81,23 @@ struct ByteUnits {
   }
 };
 
-// Transposes `count` rows to columns of a panel [units, PANEL].
+// Transposes `num_outputs` rows to columns of a panel [units, PANEL].
 template <class U, class T>
-static void transpose_rows(const T* rows, int64_t stride, int64_t count, int64_t K, uint32_t* panel) {
-  for (int64_t first = 0; first < PANEL; first += W) {
-    const int64_t num_rows = min<int64_t>(max<int64_t>(count - first, 0), W);
+static void transpose_rows(const T* rows, int64_t row_stride, int64_t num_outputs, int64_t K, uint32_t* panel) {
+  for (int64_t first_output = 0; first_output < PANEL; first_output += W) {
+    const int64_t num_rows = min<int64_t>(max<int64_t>(num_outputs - first_output, 0), W);
     for (int64_t unit = 0; unit * U::INPUTS < K; unit += W) {
       const int64_t inputs = K - unit * U::INPUTS;
       vu square[W];
       for (int64_t i = 0; i < W; i++) {
-        const T* row = rows + (first + i) * stride;
+        const T* row = rows + (first_output + i) * row_stride;
         if (i >= num_rows) square[i] = U::INPUTS == 4 ? 0x80808080 - vu{} : vu{};
         else if (inputs >= W * U::INPUTS) square[i] = U::read_units(row, unit, FullVector{});
         else square[i] = U::read_last_units(row, unit, inputs);
       }
       transpose(square);
       const int64_t units = min<int64_t>(ceil_div(inputs, U::INPUTS), W);
-      for (int64_t i = 0; i < units; i++) store(panel + (unit + i) * PANEL + first, square[i]);
+      for (int64_t i = 0; i < units; i++) store(panel + (unit + i) * PANEL + first_output, square[i]);
     }
   }
 }
@@ -130,25 +130,26 @@ constexpr float EQUAL_IMPORTANCE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1
 // `importance` [GROUP] weights the squared errors.
 template <int BITS>
 static void search_scales(const float* w, const float* importance, int32_t* integers, uint16_t* scales) {
-  vf largest = {}, top = {};
+  vf largest_weight = {}, largest_magnitude = {};
   for (int k = 0; k < GROUP; k++) {
     vf weight = load(w + k * W), magnitude = as_float(as_bits(weight) & 0x7fffffff);
-    largest = magnitude > top ? weight : largest;
-    top = magnitude > top ? magnitude : top;
+    largest_weight = magnitude > largest_magnitude ? weight : largest_weight;
+    largest_magnitude = magnitude > largest_magnitude ? magnitude : largest_magnitude;
   }
   vf best_fit = all(-1), scale = all(__builtin_nanf(""));  // the scale stays NaN if no candidate is valid
   for (int i = 0; i < NUM_DIVISORS; i++) {
-    const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < MIN_WEIGHT ? vf{} : divisor / largest;
-    vf product = {}, square = {};
+    const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4)));
+    const vf inverse = largest_magnitude < MIN_WEIGHT ? vf{} : divisor / largest_weight;
+    vf product_sum = {}, square_sum = {};
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {
       const vf x = load(w + k * W) * inverse, nearest = nearest_integer<BITS>(x);
-      product += x * importance[k] * nearest;
-      square += nearest * nearest * importance[k];
+      product_sum += x * importance[k] * nearest;
+      square_sum += nearest * nearest * importance[k];
     }
-    const vf in_weights = product / divisor;
-    const vf fit = square == 0.0f ? vf{} : in_weights * in_weights / square;
-    const vf candidate = square == 0.0f ? vf{} : product / square * (largest / divisor);
+    const vf scaled_product = product_sum / divisor;
+    const vf fit = square_sum == 0.0f ? vf{} : scaled_product * scaled_product / square_sum;
+    const vf candidate = square_sum == 0.0f ? vf{} : product_sum / square_sum * (largest_weight / divisor);
     scale = fit > best_fit ? candidate : scale;
     best_fit = fit > best_fit ? fit : best_fit;
   }
@@ -164,65 +165,67 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   __builtin_memcpy(scales, &halves, sizeof halves);
 }
 
-// Writes integers [GROUP, W] to W columns of a record, which is a unit of Groups<BITS> (quantized.inl).
-template <int BITS> INLINE void store_group(const int32_t* integers, char* record, int64_t column) {
-  vu fifth = {};
+// Writes integers [GROUP, W] to W columns of a unit of Groups<BITS> (quantized.inl).
+template <int BITS> INLINE void store_group(const int32_t* integers, char* unit, int64_t column) {
+  vu fifth_bits = {};
   for (int step = 0; step < 4; step++) {
     vu bytes = {};
     for (int half = 0; half < 2; half++)
       for (int j = 0; j < 4; j++) {
         const vu integer = load((const uint32_t*)integers + (8 * step + 4 * half + j) * W) + (1 << (BITS - 1));
         bytes |= (integer & 15) << (8 * j + 4 * half);
-        fifth |= integer >> 4 << (8 * j + 2 * step + half);
+        fifth_bits |= integer >> 4 << (8 * j + 2 * step + half);
       }
-    store((uint32_t*)record + step * PANEL + column, bytes);
+    store((uint32_t*)unit + step * PANEL + column, bytes);
   }
-  if (BITS > 4) store((uint32_t*)(record + Groups<BITS>::FIFTH) + column, fifth);
+  if (BITS > 4) store((uint32_t*)(unit + Groups<BITS>::FIFTH_BITS_OFFSET) + column, fifth_bits);
 }
 
 template <int BITS, class T>
-static void pack_groups(Groups<BITS>, const T* rows, int64_t stride, const float* importance, int64_t count,
+static void pack_groups(Groups<BITS>, const T* rows, int64_t row_stride, const float* importance, int64_t num_outputs,
                         int64_t K, char* panel) {
   float w[GROUP * W];
   int32_t integers[GROUP * W];
   for (int64_t column = 0; column < PANEL; column += W) {
-    const int64_t num_rows = min<int64_t>(max<int64_t>(count - column, 0), W);
+    const int64_t num_rows = min<int64_t>(max<int64_t>(num_outputs - column, 0), W);
     for (int64_t k = 0; k < K; k += GROUP) {
       for (int64_t part = 0; part < GROUP; part += W) {
         const int64_t num_inputs = K - k - part;
         vu square[W];
         for (int64_t i = 0; i < W; i++) {
-          const T* row = rows + (column + i) * stride + k + part;
-          square[i] = i >= num_rows || num_inputs <= 0 ? vu{} : as_bits(num_inputs >= W ? load(row) : load(row, num_inputs));
+          const T* row = rows + (column + i) * row_stride + k + part;
+          square[i] = i >= num_rows || num_inputs <= 0
+                          ? vu{}
+                          : as_bits(num_inputs >= W ? load(row) : load(row, num_inputs));
         }
         transpose(square);
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);
       }
-      char* to = panel + k / GROUP * Groups<BITS>::UNIT_BYTES;
-      uint16_t* scales = (uint16_t*)(to + Groups<BITS>::SCALES) + column;
+      char* unit = panel + k / GROUP * Groups<BITS>::UNIT_BYTES;
+      uint16_t* scales = (uint16_t*)(unit + Groups<BITS>::SCALES_OFFSET) + column;
       search_scales<BITS>(w, importance ? importance + k : EQUAL_IMPORTANCE, integers, scales);
-      store_group<BITS>(integers, to, column);
+      store_group<BITS>(integers, unit, column);
     }
   }
 }
 
 template <int BITS>
-static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t stride, const uint16_t* scales, int64_t count,
-                        int64_t K, char* panel) {
+static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t row_stride, const uint16_t* scales,
+                        int64_t num_outputs, int64_t K, char* panel) {
   const int64_t groups = ceil_div(K, GROUP);
   int32_t integers[GROUP * W];
   for (int64_t group = 0; group < groups; group++) {
-    char* to = panel + group * Groups<BITS>::UNIT_BYTES;
-    uint16_t* halves = (uint16_t*)(to + Groups<BITS>::SCALES);
+    char* unit = panel + group * Groups<BITS>::UNIT_BYTES;
+    uint16_t* half_scales = (uint16_t*)(unit + Groups<BITS>::SCALES_OFFSET);
     for (int64_t first = 0; first < PANEL; first += W) {
       for (int64_t i = 0; i < W; i++) {
         const int64_t column = first + i;
-        const bool inside = column < count;
-        halves[column] = inside ? scales[column * groups + group] : 0;
+        const bool is_inside = column < num_outputs;
+        half_scales[column] = is_inside ? scales[column * groups + group] : 0;
         for (int64_t k = 0; k < GROUP; k++)
-          integers[k * W + i] = inside && group * GROUP + k < K ? rows[column * stride + group * GROUP + k] : 0;
+          integers[k * W + i] = is_inside && group * GROUP + k < K ? rows[column * row_stride + group * GROUP + k] : 0;
       }
-      store_group<BITS>(integers, to, first);
+      store_group<BITS>(integers, unit, first);
     }
   }
 }
@@ -236,41 +239,44 @@ template <class F> INLINE void with_groups(int64_t encoding, F run) {
 }
 
 template <class T> static void pack_panel(const Pack& a, int64_t panel) {
-  const int64_t first = panel * PANEL, count = min(PANEL, a.N - first);
-  const T* rows = (const T*)a.source + first * a.stride;
+  const int64_t first_output = panel * PANEL, num_outputs = min(PANEL, a.N - first_output);
+  const T* rows = (const T*)a.source + first_output * a.source_stride;
   char* panels = (char*)a.panels;
   if (a.encoding == 0) {
-    transpose_rows<FloatUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * a.K * PANEL);
+    transpose_rows<FloatUnits<T>>(rows, a.source_stride, num_outputs, a.K, (uint32_t*)panels + panel * a.K * PANEL);
   } else if (a.encoding == 1) {
-    transpose_rows<PairUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
+    transpose_rows<PairUnits<T>>(rows, a.source_stride, num_outputs, a.K,
+                                 (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
   } else if (a.encoding == 2) {
     int8_t* integers = (int8_t*)penstock_scratch(PRIVATE, PANEL * a.K);
-    for (int64_t i = 0; i < count; i++)
-      quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
-    transpose_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
+    for (int64_t i = 0; i < num_outputs; i++)
+      quantize(rows + i * a.source_stride, a.K, integers + i * a.K, a.scales + first_output + i);
+    transpose_rows<ByteUnits>(integers, a.K, num_outputs, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
     with_groups(a.encoding, [&](auto form) {
-      char* to = panels + panel * ceil_div(a.K, GROUP) * form.UNIT_BYTES;
-      pack_groups(form, rows, a.stride, a.importance, count, a.K, to);
+      char* groups_memory = panels + panel * ceil_div(a.K, GROUP) * form.UNIT_BYTES;
+      pack_groups(form, rows, a.source_stride, a.importance, num_outputs, a.K, groups_memory);
     });
   }
 }
 
 template <> void pack_panel<int8_t>(const Pack& a, int64_t panel) {
-  const int64_t first = panel * PANEL, count = min(PANEL, a.N - first);
-  const int8_t* rows = (const int8_t*)a.source + first * a.stride;
+  const int64_t first_output = panel * PANEL, num_outputs = min(PANEL, a.N - first_output);
+  const int8_t* rows = (const int8_t*)a.source + first_output * a.source_stride;
   if (a.encoding == 2) {
-    transpose_rows<ByteUnits>(rows, a.stride, count, a.K, (uint32_t*)a.panels + panel * ceil_div(a.K, 4) * PANEL);
+    transpose_rows<ByteUnits>(rows, a.source_stride, num_outputs, a.K,
+                              (uint32_t*)a.panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
     const int64_t groups = ceil_div(a.K, GROUP);
     with_groups(a.encoding, [&](auto form) {
-      char* to = (char*)a.panels + panel * groups * form.UNIT_BYTES;
-      copy_groups(form, rows, a.stride, a.source_scales + first * groups, count, a.K, to);
+      char* groups_memory = (char*)a.panels + panel * groups * form.UNIT_BYTES;
+      copy_groups(form, rows, a.source_stride, a.source_scales + first_output * groups, num_outputs, a.K,
+                  groups_memory);
     });
   }
 }
 
-static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding >= 3 ? 100 : ELEMENT); }
+static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding >= 3 ? 100 : ELEMENT_WORK); }
 
 static void run(const Pack& a, const Team& team) {
   over_pieces(team, ceil_div(a.N, PANEL), [&](int64_t panel) {

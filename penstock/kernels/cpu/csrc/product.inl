@@ -1,4 +1,5 @@
 // Small matrix products of packed operands, the inner loops of attention: C [M, N] = A [M, n] B [n, N], or C += A B.
+// lda, ldb and ldc are the strides of the rows of A, B and C.
 //
 // A unit is the part of an operand that one multiplication reads: a float, or a pair of numbers that a dot product
 // instruction multiplies and adds into one sum. Each C[m][j] is one chain of additions in the order of n, for all sizes
@@ -47,7 +48,7 @@ struct Shorts {  // pairs of 16-bit integers; one factor is a widened byte, so t
 // product instruction always does so.
 struct FlushedDenormals {
   const unsigned saved_mode = _mm_getcsr();
-  INLINE_MEMBER FlushedDenormals() { set(saved_mode | 0x8040); }
+  INLINE_MEMBER FlushedDenormals() { set(saved_mode | 0x8040); }  // the bits FTZ and DAZ
   INLINE_MEMBER ~FlushedDenormals() { set(saved_mode); }
   INLINE_MEMBER static void set(unsigned mode) {
     __asm__ volatile("" ::: "memory");
@@ -91,35 +92,36 @@ static bool dot_is_slow() {
   if (result != UNKNOWN) return result == SLOW;
   vf x = all(0.5f);
   __asm__("" : "+v"(x));
-  const int64_t dot = shortest_time([=](vf sum) __attribute__((always_inline)) {
+  const int64_t dot_time = shortest_time([=](vf sum) __attribute__((always_inline)) {
     return (vf)_mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x);
   });
-  const int64_t widened =
+  const int64_t widened_time =
       shortest_time([=](vf sum) __attribute__((always_inline)) { return fma(x, x, fma(x, x, sum)); });
-  const int32_t measured = 5 * dot > 7 * widened ? SLOW : FAST;
+  const int32_t measured = 5 * dot_time > 7 * widened_time ? SLOW : FAST;
   if (__atomic_compare_exchange_n(&shared_result, &result, measured, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
     result = measured;
   return result == SLOW;
 }
 #endif
 
-// begin_sum sets `sum` to its start value for W elements of C at `c`, and end_sum stores the sum there. With `add` the
+// begin_sum sets `sum` to its start value for W elements of C at `c`, and end_sum stores the sum there. With `adds` the
 // sum is added to the elements. Integer sums are stored as integers, or multiplied by `factor` when they are added to
 // floats.
-INLINE void begin_sum(vf& sum, const float* c, bool add) { sum = add ? load(c) : vf{}; }
+INLINE void begin_sum(vf& sum, const float* c, bool adds) { sum = adds ? load(c) : vf{}; }
 INLINE void begin_sum(vi& sum, const float*, bool) { sum = vi{}; }
 INLINE void end_sum(vf sum, float* c, bool, float) { store(c, sum); }
-INLINE void end_sum(vi sum, float* c, bool add, float factor) {
+INLINE void end_sum(vi sum, float* c, bool adds, float factor) {
   vf added = fma(__builtin_convertvector(sum, vf), all(factor), load(c));
-  store(c, add ? added : (vf)sum);
+  store(c, adds ? added : (vf)sum);
 }
 
+// P is one of the types Floats, Pairs, Shorts and WidenedPairs.
 template <class P, int ROWS, int VECTORS>
 INLINE void product_tile(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
-                         int64_t ldc, int64_t n, bool add, const float* factors) {
+                         int64_t ldc, int64_t n, bool adds, const float* factors) {
   typename P::Sums sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < VECTORS; v++) begin_sum(sums[m][v], c + m * ldc + v * W, add);
+    for (int v = 0; v < VECTORS; v++) begin_sum(sums[m][v], c + m * ldc + v * W, adds);
   for (int64_t i = 0; i < n; i++) {
     typename P::Units units[VECTORS];
     for (int v = 0; v < VECTORS; v++) units[v] = load(b + i * ldb + v * W);
@@ -128,40 +130,41 @@ INLINE void product_tile(const typename P::Unit* a, int64_t lda, const typename 
   }
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < VECTORS; v++)
-      end_sum(sums[m][v], c + m * ldc + v * W, add, P::INTEGER ? factors[m] : 0);
+      end_sum(sums[m][v], c + m * ldc + v * W, adds, P::INTEGER ? factors[m] : 0);
 }
 
 template <class P, int VECTORS>
 INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
-                            int64_t ldc, int64_t M, int64_t n, bool add, const float* factors) {
+                            int64_t ldc, int64_t M, int64_t n, bool adds, const float* factors) {
   int64_t m = 0;
   if (W == 16 && VECTORS < 4)  // eight rows have enough independent sums to hide the latency of the products
     for (; m + 8 <= M; m += 8)
-      product_tile<P, W == 16 && VECTORS < 4 ? 8 : 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add,
+      product_tile<P, W == 16 && VECTORS < 4 ? 8 : 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, adds,
                                                                factors + m);
   for (; m + 4 <= M; m += 4)
-    product_tile<P, 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
+    product_tile<P, 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, adds, factors + m);
   for (; m + 2 <= M; m += 2)
-    product_tile<P, 2, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
+    product_tile<P, 2, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, adds, factors + m);
   for (; m < M; m++)
-    product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
+    product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, adds, factors + m);
 }
 
-// Computes C [M, N], or adds to it with `add`. N is a multiple of W. `factors` [M] are the factors of integer sums.
+// Computes C [M, N], or adds to it with `adds`. N is a multiple of W. `factors` [M] are the factors of integer sums.
 // Four vectors of sums for each of four rows need 16 registers. Only AVX-512, which has 32 registers, uses such tiles.
 template <class P>
 static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
-                    int64_t ldc, int64_t M, int64_t N, int64_t n, bool add, const float* factors) {
+                    int64_t ldc, int64_t M, int64_t N, int64_t n, bool adds, const float* factors) {
   int64_t j = 0;
   if (W == 16)
-    for (; j + 4 * W <= N; j += 4 * W) product_columns<P, 4>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
-  for (; j + 2 * W <= N; j += 2 * W) product_columns<P, 2>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
-  for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
+    for (; j + 4 * W <= N; j += 4 * W) product_columns<P, 4>(a, lda, b + j, ldb, c + j, ldc, M, n, adds, factors);
+  for (; j + 2 * W <= N; j += 2 * W) product_columns<P, 2>(a, lda, b + j, ldb, c + j, ldc, M, n, adds, factors);
+  for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, adds, factors);
 }
 
 // ---- transposition of W rows of W units: lane j of row i becomes lane i of row j ----
 
-// Exchanges the off-diagonal squares of width H (1, 2, 4 ...) in all squares of width 2 H on the diagonal.
+// Divides the matrix into squares of width 2 H (H = 1, 2, 4 ...). In each of them, exchanges the two off-diagonal
+// squares of width H.
 template <int H> INLINE void exchange(vu* rows) {
   vi low, high;
   for (int j = 0; j < W; j++) {

@@ -7,9 +7,9 @@
 // at -128, -16 or -8 times the sum of x. With int8 weights, a row of x may have a few integers beyond -127..127. Extra
 // bytes, which are multiplied separately, hold their excess.
 
-constexpr int64_t GROUP = 32;                  // inputs
+constexpr int64_t GROUP = 32;  // inputs
 constexpr int64_t MAX_DIRECT_BYTES = 4 << 20;  // results of int8 layers below this size are stored from registers
-constexpr int64_t CHUNK_BYTES = 8 << 20;  // bytes of quantized x that stay in the last-level cache during a layer
+constexpr int64_t MAX_QUANTIZED_BYTES = 8 << 20;  // bytes of x that are quantized at once, unless 256 rows are larger
 
 // ---- quantization of rows to 8 bits ----
 
@@ -38,7 +38,7 @@ struct QuantizedRows {
   // Returns the stride of rows of K inputs: K rounded up to a multiple of 256, because units of block encodings read up
   // to 256 inputs, plus a cache line. With a power of two as stride, all rows would map to the same cache sets.
   static int64_t row_stride(int64_t K) { return round_up(K, 256) + 64; }
-  static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
+  static int64_t num_bytes(int64_t rows, int64_t K, int64_t groups) {
     return rows * (row_stride(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
   }
   QuantizedRows(char* memory, int64_t rows, int64_t K, int64_t groups)
@@ -73,25 +73,25 @@ INLINE int32_t sum(vi x) {
 // Divides n numbers into vectors, and returns the largest magnitude of each lane of these vectors as the bits of a
 // float. The bits have the same order as the magnitudes.
 template <class T> INLINE vu largest_of_lanes(const T* x, int64_t n) {
-  vu tops = {};
-  for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
-  return tops;
+  vu lane_maxima = {};
+  for_vectors(n, EACH_VECTOR { lane_maxima = umax(lane_maxima, as_bits(load(x + i, lanes)) & 0x7fffffff); });
+  return lane_maxima;
 }
 
 // Returns the largest of the magnitudes in a vector of bits, or infinity if any is infinite or NaN.
 INLINE float largest_magnitude(vu magnitudes) {
   // The bits of infinity exceed those of all numbers, and the bits of a NaN exceed those of infinity.
   const uint32_t bits = largest(magnitudes);
-  float top;
-  __builtin_memcpy(&top, &bits, 4);
-  return bits >= 0x7f800000 ? __builtin_inff() : top;
+  float max_magnitude;
+  __builtin_memcpy(&max_magnitude, &bits, 4);
+  return bits >= 0x7f800000 ? __builtin_inff() : max_magnitude;
 }
 
-// If the largest magnitude `top` of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0
+// If the largest magnitude of n numbers is below 1e-30 or not finite, sets the integers to 0, sets the scale to 0
 // (below 1e-30) or NaN, and returns true. Otherwise returns false.
-INLINE bool store_if_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
-  if (top >= 1e-30f && top < __builtin_inff()) return false;
-  *scale = top < 1e-30f ? 0 : __builtin_nanf("");
+INLINE bool store_if_degenerate(float max_magnitude, int64_t n, int8_t* integers, float* scale) {
+  if (max_magnitude >= 1e-30f && max_magnitude < __builtin_inff()) return false;
+  *scale = max_magnitude < 1e-30f ? 0 : __builtin_nanf("");
   __builtin_memset(integers, 0, n);
   return true;
 }
@@ -109,10 +109,10 @@ template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float in
 
 // Quantizes n numbers to integers in -127..127. Stores their scale and returns their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
-  const float top = largest_magnitude(largest_of_lanes(x, n));
-  if (store_if_degenerate(top, n, integers, scale)) return 0;
-  *scale = top / 127;
-  return store_integers(x, n, 127 / top, integers);
+  const float max_magnitude = largest_magnitude(largest_of_lanes(x, n));
+  if (store_if_degenerate(max_magnitude, n, integers, scale)) return 0;
+  *scale = max_magnitude / 127;
+  return store_integers(x, n, 127 / max_magnitude, integers);
 }
 
 // Returns a bit mask of the lanes in which a >= b. Both must be below 2^31.
@@ -144,12 +144,12 @@ template <class T> INLINE int64_t count_extras(const T* x, int64_t n, float inve
   return count;
 }
 
-// Returns the integer to which the largest magnitude `top` is scaled: 127 times the last of RANGES before the first
+// Returns the integer to which the largest magnitude is scaled: 127 times the last of RANGES before the first
 // that needs more than `max_extras` extras, or 127 if the first of RANGES needs more.
-template <class T> static float choose_target(const T* x, int64_t n, float top, int64_t max_extras) {
+template <class T> static float choose_target(const T* x, int64_t n, float max_magnitude, int64_t max_extras) {
   float target = 127;
   for (float range : RANGES) {
-    if (count_extras(x, n, 127 * range / top, range, max_extras) > max_extras) break;
+    if (count_extras(x, n, 127 * range / max_magnitude, range, max_extras) > max_extras) break;
     target = 127 * range;
   }
   return target;
@@ -201,10 +201,10 @@ INLINE __m512i magnitudes(const bf16* x, int64_t count) {
   return _mm512_and_si512(_mm512_maskz_loadu_epi16(valid_lanes, x), _mm512_set1_epi16(0x7fff));
 }
 INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
-  __m512i tops = _mm512_setzero_si512();
-  for (int64_t i = 0; i < n; i += 2 * W) tops = _mm512_max_epu16(tops, magnitudes(x + i, n - i));
-  const vu low = (vu)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(tops));
-  return umax(low, (vu)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(tops, 1))) << 16;
+  __m512i lane_maxima = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += 2 * W) lane_maxima = _mm512_max_epu16(lane_maxima, magnitudes(x + i, n - i));
+  const vu low = (vu)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(lane_maxima));
+  return umax(low, (vu)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(lane_maxima, 1))) << 16;
 }
 #endif
 
@@ -212,20 +212,21 @@ INLINE vu largest_of_lanes(const bf16* x, int64_t n) {
 // precision of the other numbers less than with `quantize`.
 template <class T>
 static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
-  const vu tops = largest_of_lanes(x, n);
-  const float top = largest_magnitude(tops);
+  const vu lane_maxima = largest_of_lanes(x, n);
+  const float max_magnitude = largest_magnitude(lane_maxima);
   extras->count = 0;
-  if (store_if_degenerate(top, n, integers, scale)) return 0;
+  if (store_if_degenerate(max_magnitude, n, integers, scale)) return 0;
   const int64_t max_extras = min(MAX_EXTRAS, n / INPUTS_PER_EXTRA);
 #if PENSTOCK_LANES == 16
-  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `tops` has the
-  // largest magnitude of each lane, so at least W numbers are not below the minimum of `tops`. Collecting these numbers
-  // is enough, because MAX_EXTRAS is below W.
+  // Each number beyond 127 needs an extra, so only the MAX_EXTRAS + 1 largest numbers of the row matter. `lane_maxima`
+  // has the largest magnitude of each lane, so at least W numbers are not below the minimum of `lane_maxima`.
+  // Collecting these numbers is enough, because MAX_EXTRAS is below W.
   static_assert(MAX_EXTRAS < W);
   LargestNumbers large;
-  if (large.collect(x, n, ~largest(~tops))) {
-    const float target = choose_target(large.numbers, large.count, top, max_extras), inverse = target / top;
-    *scale = top / target;
+  if (large.collect(x, n, ~largest(~lane_maxima))) {
+    const float target = choose_target(large.numbers, large.count, max_magnitude, max_extras);
+    const float inverse = target / max_magnitude;
+    *scale = max_magnitude / target;
     const int32_t total = store_integers(x, n, inverse, integers);
     if (target == 127) return total;
     for (int64_t i = 0; i < large.count; i += W) {
@@ -242,8 +243,8 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
     return total;
   }
 #endif
-  const float target = choose_target(x, n, top, max_extras), inverse = target / top;
-  *scale = top / target;
+  const float target = choose_target(x, n, max_magnitude, max_extras), inverse = target / max_magnitude;
+  *scale = max_magnitude / target;
   const int32_t total = store_integers(x, n, inverse, integers);
   if (target == 127) return total;
   for_vectors(n, EACH_VECTOR {
@@ -280,38 +281,38 @@ INLINE int64_t groups_of(int64_t encoding, int64_t K) {
 
 // Quantizes a row of x as `encoding` needs it. `order` is the permutation of the inputs in the panels, or null.
 template <class T>
-static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to, const int32_t* order) {
+static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& result, const int32_t* order) {
   T gathered[GROUP];
-  auto inputs = [&](int64_t begin, int64_t count) __attribute__((always_inline)) {
+  auto read_inputs = [&](int64_t begin, int64_t count) __attribute__((always_inline)) {
     if (!order) return x + begin;
     for (int64_t i = 0; i < count; i++) gathered[i] = x[order[begin + i]];
     return (const T*)gathered;
   };
   if (encoding == 2) {
-    *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
+    *result.starts = -128 * quantize_with_extras(x, K, result.integers, result.scales, result.extras);
   } else {
     const int32_t factor = start_factor(encoding);
-    const int64_t size = scaled_inputs(encoding), groups = groups_of(encoding, K);
+    const int64_t scale_inputs = scaled_inputs(encoding), groups = groups_of(encoding, K);
     int64_t group = 0;
-    if (size == GROUP)
+    if (scale_inputs == GROUP)
       for (; (group + 1) * GROUP <= K; group++)
-        to.starts[group] = factor * quantize(inputs(group * GROUP, GROUP), GROUP, to.integers + group * GROUP,
-                                             to.scales + group);
-    for (; group * size < K; group++) {
-      const int64_t count = min(size, K - group * size);
-      to.starts[group] = factor * quantize(inputs(group * size, count), count, to.integers + group * size,
-                                           to.scales + group);
+        result.starts[group] = factor * quantize(read_inputs(group * GROUP, GROUP), GROUP,
+                                                 result.integers + group * GROUP, result.scales + group);
+    for (; group * scale_inputs < K; group++) {
+      const int64_t count = min(scale_inputs, K - group * scale_inputs);
+      result.starts[group] = factor * quantize(read_inputs(group * scale_inputs, count), count,
+                                               result.integers + group * scale_inputs, result.scales + group);
     }
-    for (; group < groups; group++) to.starts[group] = 0, to.scales[group] = 0;
+    for (; group < groups; group++) result.starts[group] = 0, result.scales[group] = 0;
   }
-  __builtin_memset(to.integers + K, 0, to.stride - K);
+  __builtin_memset(result.integers + K, 0, result.stride - K);
 }
 
 // ---- products of bytes ----
 // add_bytes adds four products of an unsigned byte of w and a signed byte of x to each lane of a sum.
 
 // The maximum number of rows of a tile and the number of vectors of outputs that a tile computes at once, for int8
-// weights and for groups.
+// weights and for groups. With AVX-512, tiles of few rows of groups compute more vectors (`vectors`).
 constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
 #if PENSTOCK_LANES == 16
@@ -339,16 +340,18 @@ template <int BITS> struct GroupSum {
   // A 16-bit sum can hold 16 products of up to 15 * 127, 8 products of up to 31 * 127, or 4 products of up to 63 * 127.
   // With 6 bits, a group has 16 inputs, so half of a group adds 4 products to each sum.
   static constexpr bool HALVES = BITS > 4;
-  vi pairs, half;
-  INLINE_MEMBER void start(int32_t) { pairs = half = vi{}; }
+  vi pair_sums, half_sum;
+  INLINE_MEMBER void start(int32_t) { pair_sums = half_sum = vi{}; }
   INLINE_MEMBER void add(vu w, vu x) {
-    pairs = (vi)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+    pair_sums = (vi)_mm256_add_epi16((__m256i)pair_sums, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
   }
   INLINE_MEMBER void halfway() {
-    if (HALVES) half = sum_pairs(), pairs = vi{};
+    if (HALVES) half_sum = add_pair_sums(), pair_sums = vi{};
   }
-  INLINE_MEMBER vi total(int32_t start) const { return (HALVES ? half + sum_pairs() : sum_pairs()) + start; }
-  INLINE_MEMBER vi sum_pairs() const { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+  INLINE_MEMBER vi total(int32_t start) const {
+    return (HALVES ? half_sum + add_pair_sums() : add_pair_sums()) + start;
+  }
+  INLINE_MEMBER vi add_pair_sums() const { return (vi)_mm256_madd_epi16((__m256i)pair_sums, _mm256_set1_epi16(1)); }
 #else
   vi sum;
   INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
@@ -417,11 +420,11 @@ constexpr int half_of(int64_t lines) { return (int)(lines + 1) / 2; }
 constexpr int fourth_of(int64_t lines) { return (int)(lines + 3) / 4; }
 constexpr int sixth_of(int64_t lines) { return (int)(lines + 5) / 6; }
 
-// Types such as Bytes, Groups<4> and Blocks<Q4K> describe the units of the panels of an encoding, and multiply them.
-// INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache lines.
-// X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of units of
-// a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per part with
-// up to 2, up to 4 and more passes.
+// Types such as Bytes, Groups<4> and Blocks<Q4K> (S in templates) describe the units of the panels of an encoding, and
+// multiply them. INPUTS is the number of inputs of a unit. PASSES is the number of parts of a unit, each of LINES cache
+// lines. X_SCALES is the number of scales of x in a part; 0 if x has one scale per row. BLOCK_UNITS is the number of
+// units of a block. FETCH_2_PASSES, FETCH_4_PASSES and FETCH_MORE are the numbers of lines that a pass prefetches per
+// part with up to 2, up to 4 and more passes. Offsets are in bytes.
 
 // int8 weights.
 struct Bytes {
@@ -434,12 +437,12 @@ struct Bytes {
     constexpr int VECTORS = vectors(ROWS);
     constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      uint32_t* stored = block.sums + column;
+      uint32_t* stored_sums = block.sums + column;
       vi sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++)
           sums[r][v] = block.is_first ? block.x.starts[r * block.x.groups] - vi{}
-                                      : (vi)load(stored + r * PANEL + v * W);
+                                      : (vi)load(stored_sums + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
@@ -458,7 +461,7 @@ struct Bytes {
         continue;
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, (vu)sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored_sums + r * PANEL + v * W, (vu)sums[r][v]);
     }
   }
 
@@ -502,8 +505,8 @@ struct Bytes {
 // int4 and int5 weights. A unit has the low four bits of a group's integers, the fifth bits (int5 only), and the
 // scales, for all outputs of the panel.
 template <int BITS> struct Groups {
-  static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
-  static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
+  static constexpr int64_t FIFTH_BITS_OFFSET = PANEL * GROUP / 2, SCALES_OFFSET = PANEL * GROUP * BITS / 8;
+  static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES_OFFSET + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48, X_SCALES = 1, PASSES = 1;
   static constexpr int FETCH_2_PASSES = half_of(LINES), FETCH_4_PASSES = fourth_of(LINES), FETCH_MORE = sixth_of(LINES);
   // Returns the number of vectors processed at once: the whole panel (4) if 32 registers can hold the sums of these
@@ -519,10 +522,10 @@ template <int BITS> struct Groups {
     constexpr int VECTORS = vectors(ROWS);
     constexpr int64_t ADVANCE = prefetch_advance<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-      float* stored = (float*)block.sums + column;
+      float* stored_sums = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored + r * PANEL + v * W);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.is_first ? vf{} : load(stored_sums + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ADVANCE * block.units;
@@ -535,11 +538,11 @@ template <int BITS> struct Groups {
           fetch<FETCHED>(ahead, LINES, step, 4);
           vu low[VECTORS], high[VECTORS];
           for (int v = 0; v < VECTORS; v++) {
-            vu pairs = load((const uint32_t*)(w + step * 4 * PANEL) + v * W);
-            low[v] = pairs & 0x0f0f0f0f;
-            high[v] = pairs >> 4 & 0x0f0f0f0f;
+            vu code_pairs = load((const uint32_t*)(w + step * 4 * PANEL) + v * W);
+            low[v] = code_pairs & 0x0f0f0f0f;
+            high[v] = code_pairs >> 4 & 0x0f0f0f0f;
             if (BITS > 4) {
-              const vu bits = load((const uint32_t*)(w + FIFTH) + v * W);
+              const vu bits = load((const uint32_t*)(w + FIFTH_BITS_OFFSET) + v * W);
               low[v] |= fifth_bits(bits, 2 * step);
               high[v] |= fifth_bits(bits, 2 * step + 1);
             }
@@ -554,7 +557,7 @@ template <int BITS> struct Groups {
             }
           }
         }
-        const uint16_t* halves = (const uint16_t*)(w - column * 4 + SCALES) + column;
+        const uint16_t* halves = (const uint16_t*)(w - column * 4 + SCALES_OFFSET) + column;
         vf scales[VECTORS];
         for (int v = 0; v < VECTORS; v++) scales[v] = load_half(halves + v * W);
         for (int r = 0; r < ROWS; r++)
@@ -565,7 +568,7 @@ template <int BITS> struct Groups {
           }
       }
       for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(stored + r * PANEL + v * W, sums[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(stored_sums + r * PANEL + v * W, sums[r][v]);
     }
   }
 
@@ -597,45 +600,46 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
   constexpr int ALL = S::LINES, HALF = S::FETCH_2_PASSES, FOURTH = S::FETCH_4_PASSES, SIXTH = S::FETCH_MORE;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
-  const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
+  const int64_t lines_per_pass = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
-  ByteBlock part = block;
-  for (int64_t tile = 0, height; tile < tiles; tile++, part.advance(height)) {
-    height = rows * (tile + 1) / tiles - rows * tile / tiles;
+  ByteBlock tile_block = block;
+  for (int64_t tile = 0, tile_rows; tile < tiles; tile++, tile_block.advance(tile_rows)) {
+    tile_rows = rows * (tile + 1) / tiles - rows * tile / tiles;
     if (line >= ALL) {
-      multiply_rows<S, 0>(part, height);
+      multiply_rows<S, 0>(tile_block, tile_rows);
       continue;
     }
-    part.ahead = block.ahead + line * 64 * block.units * S::PASSES;
-    line += fetched * (PANEL / W / S::vectors(height));
-    if (fetched == HALF) multiply_rows<S, HALF>(part, height);
-    else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
-    else multiply_rows<S, SIXTH>(part, height);
+    tile_block.ahead = block.ahead + line * 64 * block.units * S::PASSES;
+    line += lines_per_pass * (PANEL / W / S::vectors(tile_rows));
+    if (lines_per_pass == HALF) multiply_rows<S, HALF>(tile_block, tile_rows);
+    else if (lines_per_pass == FOURTH) multiply_rows<S, FOURTH>(tile_block, tile_rows);
+    else multiply_rows<S, SIXTH>(tile_block, tile_rows);
   }
 }
 
-// Computes the outputs of a panel for the rows begin:begin + rows. `x` has these rows, quantized. `next` is the panel
-// that this thread probably gets next, or -1.
+// Computes the outputs of a panel for the rows first_row:first_row + rows. `x` has these rows, quantized. `next` is the
+// panel that this thread probably gets next, or -1.
 template <class S>
-static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
+static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t first_row, int64_t rows, int64_t panel,
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
   // If a single pass reads the panel, nothing needs to stay in the cache.
   const bool is_single_pass = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = is_single_pass ? 1 : ceil_div(units, S::BLOCK_UNITS);
-  // With int8 weights, the results of a complete panel are stored from registers. If all results of the layer exceed
-  // the caches, it is faster to store the results of many rows together.
+  // With int8 weights, the results of a complete panel are stored from registers, unless all results of the layer
+  // exceed the caches. It is then faster to store the results of many rows together.
   const int64_t result_bytes = a.rows * a.N * (a.type ? 2 : 4);
   const bool stores_directly = !S::X_SCALES && column + PANEL <= a.N && result_bytes < MAX_DIRECT_BYTES;
-  for (int64_t number = 0; number < blocks; number++) {
-    const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
-    ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
-                       number == blocks - 1, w, stores_directly ? &a : nullptr, begin, column};
-    block.x.integers += from * S::INPUTS;
-    if (S::X_SCALES) block.x.scales += from * S::PASSES * S::X_SCALES, block.x.starts += from * S::PASSES * S::X_SCALES;
+  for (int64_t block_index = 0; block_index < blocks; block_index++) {
+    const int64_t first_unit = units * block_index / blocks, end_unit = units * (block_index + 1) / blocks;
+    ByteBlock block = {x, w + first_unit * S::UNIT_BYTES, end_unit - first_unit, nullptr, sums, block_index == 0,
+                       block_index == blocks - 1, w, stores_directly ? &a : nullptr, first_row, column};
+    block.x.integers += first_unit * S::INPUTS;
+    if (S::X_SCALES)
+      block.x.scales += first_unit * S::PASSES * S::X_SCALES, block.x.starts += first_unit * S::PASSES * S::X_SCALES;
     if (is_single_pass) block.ahead = w + STREAM_AHEAD;
-    else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
+    else if (block_index < blocks - 1) block.ahead = w + end_unit * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
     if (is_single_pass) multiply_rows<S, STREAM>(block, rows);
     else multiply_all_rows<S>(block, rows);
@@ -648,32 +652,32 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
       vf y = S::result(load(sums + r * PANEL + i), scale_x, scale_w);
       WITH_TYPE(a.type, T, {
         if (a.bias) y += load((const T*)a.bias + column + i, lanes);
-        store((T*)a.y + (begin + r) * a.y_stride + column + i, y, lanes);
+        store((T*)a.y + (first_row + r) * a.y_stride + column + i, y, lanes);
       });
     });
   }
-  if (a.activation) WITH_TYPE(a.type, T, activate<T>(a, begin, rows, column));
+  if (a.activation) WITH_TYPE(a.type, T, activate<T>(a, first_row, rows, column));
 }
 
 template <class S> static void multiply_quantized(const Linear& a, const Team& team) {
   const int64_t groups = groups_of(a.encoding, a.K);
-  const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
-  const int64_t max_rows = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256));
+  const int64_t row_bytes = QuantizedRows::num_bytes(1, a.K, groups);
+  const int64_t max_rows = min(a.rows, max<int64_t>(MAX_QUANTIZED_BYTES / row_bytes, 256));
   const int64_t chunk_rows = min<int64_t>(max_rows, 240);
   // Each thread quantizes all rows itself if this is faster than a barrier.
   const bool each_quantizes = team.size == 1 || a.rows <= 3;
-  const int64_t bytes = round_up(QuantizedRows::bytes(max_rows, a.K, groups), 64);
-  char* own = (char*)penstock_scratch(PRIVATE, chunk_rows * PANEL * 4 + (each_quantizes ? bytes : 0));
-  char* memory = own + chunk_rows * PANEL * 4;
-  if (!each_quantizes) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
+  const int64_t quantized_bytes = round_up(QuantizedRows::num_bytes(max_rows, a.K, groups), 64);
+  char* own_memory = (char*)penstock_scratch(PRIVATE, chunk_rows * PANEL * 4 + (each_quantizes ? quantized_bytes : 0));
+  char* memory = own_memory + chunk_rows * PANEL * 4;
+  if (!each_quantizes) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, quantized_bytes) : nullptr);
   const QuantizedRows x(memory, max_rows, a.K, groups);
-  for (int64_t first = 0; first < a.rows; first += max_rows) {
-    const int64_t rows = min(max_rows, a.rows - first), chunks = chunks_of(rows, a.N, chunk_rows, team);
-    if (first) team.barrier();  // other threads may still read the previous rows
+  for (int64_t first_row = 0; first_row < a.rows; first_row += max_rows) {
+    const int64_t rows = min(max_rows, a.rows - first_row), chunks = chunks_of(rows, a.N, chunk_rows, team);
+    if (first_row) team.barrier();  // other threads may still read the previous rows
     auto quantize_rows = [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         WITH_TYPE(a.type, T, {
-          quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
+          quantize_row((const T*)a.x + (first_row + row) * a.x_stride, a.K, a.encoding, x.skip_rows(row), a.order);
         });
     };
     if (each_quantizes) {
@@ -683,9 +687,9 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
       team.barrier();
     }
     const Pieces pieces(a, team, rows, chunks, chunks);
-    over_pieces(team, pieces.count(), [&](int64_t piece) {
+    over_pieces(team, pieces.num_pieces(), [&](int64_t piece) {
       pieces.for_each_panel(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
-        multiply_panel<S>(a, x.skip_rows(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
+        multiply_panel<S>(a, x.skip_rows(begin), first_row + begin, end - begin, panel, next, (uint32_t*)own_memory);
       });
     });
   }

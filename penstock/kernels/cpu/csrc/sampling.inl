@@ -6,6 +6,7 @@
 // token. A lower bound of the cut excludes most tokens. The cut is found among the remaining candidates by
 // partitioning, as in quickselect.
 
+// Vectors of WD doubles (vd), 64-bit integers (vl), and floats (vf_half).
 typedef double vd __attribute__((vector_size(W * 4)));
 typedef int64_t vl __attribute__((vector_size(W * 4)));
 typedef float vf_half __attribute__((vector_size(W * 2)));
@@ -21,9 +22,9 @@ INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
 // Returns e^x for x <= 0 with an error of at most 2 ulp; 0 for x <= -708. Like the float version in vector.h, but with
 // a longer Taylor sum.
 INLINE vd exp(vd x) {
-  const double shift = 6755399441055744.0;  // 1.5 * 2^52
-  vd shifted = x * 1.4426950408889634 + shift;
-  vd n = shifted - shift;
+  const double rounder = 6755399441055744.0;  // 1.5 * 2^52
+  vd shifted = x * 1.4426950408889634 + rounder;
+  vd n = shifted - rounder;
   vd r = x - n * 0.693147180369123816490;  // the upper part of ln 2 has 32 bits: the product is exact
   r = r - n * 1.90821492927058770002e-10;
   vd p = vd{} + 1.0 / 6227020800;
@@ -37,16 +38,16 @@ INLINE vd exp(vd x) {
 
 struct Candidates {
   float* scores;    // in the order of token ids
-  double* weights;  // exp((score - top) / temperature); null before fill_weights
+  double* weights;  // exp((score - max_score) / temperature); null before fill_weights
   int32_t* ids;     // token ids; null: candidate i is token i
   int64_t n;
-  float top;        // the largest score
+  float max_score;  // the largest score
 };
 
-// The kept tokens: scores above `score`, and the first `ties` scores equal to it.
+// The kept tokens: scores above `score`, and the first `num_ties` scores equal to it.
 struct Cut {
   float score;
-  int64_t ties;
+  int64_t num_ties;
 };
 
 struct Ranked {
@@ -54,35 +55,36 @@ struct Ranked {
   double amount;  // weight of the candidate, or 1 if the candidates have no weights
 };
 
-// Finds the cut in an unordered list. `before` is the amount of the tokens that rank before all tokens of the list.
-static Cut find_cut_in_list(Ranked* list, int64_t n, double before, double target) {
+// Finds the cut in an unordered list. `amount_before` is the amount of the tokens that rank before all tokens of the
+// list.
+static Cut find_cut_in_list(Ranked* list, int64_t n, double amount_before, double target) {
   for (;;) {
     float pivot = list[n / 2].score;
-    int64_t above = 0, equal = 0;
+    int64_t num_above = 0, num_equal = 0;
     double above_amount = 0, equal_amount = 0;
     for (int64_t i = 0; i < n; i++) {  // moves higher scores to the front
       Ranked r = list[i];
       if (r.score > pivot) {
-        list[i] = list[above];
-        list[above++] = r;
+        list[i] = list[num_above];
+        list[num_above++] = r;
         above_amount += r.amount;
       } else if (r.score == pivot) {
-        equal++;
+        num_equal++;
         equal_amount = r.amount;  // of each such candidate, because equal scores have equal amounts
       }
     }
-    if (above && before + above_amount >= target) {
-      n = above;
+    if (num_above && amount_before + above_amount >= target) {
+      n = num_above;
       continue;
     }
-    before += above_amount;
-    int64_t ties = 0;
-    for (; ties < equal && before < target; ties++) before += equal_amount;
-    if (ties < equal || before >= target || above + equal == n) return {pivot, ties};
-    int64_t lower = 0;
-    for (int64_t i = above; i < n; i++)
-      if (list[i].score < pivot) list[lower++] = list[i];
-    n = lower;
+    amount_before += above_amount;
+    int64_t num_ties = 0;
+    for (; num_ties < num_equal && amount_before < target; num_ties++) amount_before += equal_amount;
+    if (num_ties < num_equal || amount_before >= target || num_above + num_equal == n) return {pivot, num_ties};
+    int64_t num_below = 0;
+    for (int64_t i = num_above; i < n; i++)
+      if (list[i].score < pivot) list[num_below++] = list[i];
+    n = num_below;
   }
 }
 
@@ -97,14 +99,14 @@ static Cut find_cut(const Candidates& c, double target, Ranked* list) {
 // -inf if there are fewer than k spans.
 static float top_k_bound(const Candidates& c, int64_t k, Ranked* list) {
   constexpr int64_t SPAN = 4 * W;
-  const int64_t spans = c.n / SPAN;
-  if (k > spans) return -__builtin_inff();
-  for (int64_t i = 0; i < spans; i++) {
+  const int64_t num_spans = c.n / SPAN;
+  if (k > num_spans) return -__builtin_inff();
+  for (int64_t i = 0; i < num_spans; i++) {
     vf maxima = load(c.scores + i * SPAN);
     for (int64_t j = W; j < SPAN; j += W) maxima = vmax(maxima, load(c.scores + i * SPAN + j));
     list[i] = {largest(maxima), 1};
   }
-  return find_cut_in_list(list, spans, 0, (double)k).score;
+  return find_cut_in_list(list, num_spans, 0, (double)k).score;
 }
 
 // Returns a lower bound of the score of the top_p cut. The candidates with a probability below (1 - top_p) / n have a
@@ -113,7 +115,7 @@ static float top_k_bound(const Candidates& c, int64_t k, Ranked* list) {
 static float top_p_bound(const Candidates& c, double top_p, double total, float temperature) {
   double min_weight = (1 - top_p) * total / (double)c.n;
   double distance = temperature * (__builtin_log(min_weight) - 0.001);
-  return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
+  return (float)(c.max_score + distance - 1e-6 * __builtin_fabs(c.max_score));
 }
 
 // Keeps the candidates i for which should_keep(i) is true, in their order. should_keep must be false for scores below
@@ -138,19 +140,19 @@ INLINE void filter_candidates(Candidates& c, int32_t* ids, float bound, Predicat
 static void remove_after_cut(Candidates& c, int32_t* ids, float bound, double target, Ranked* list) {
   filter_candidates(c, ids, bound, [&](int64_t i) { return c.scores[i] >= bound; });
   Cut cut = find_cut(c, target, list);
-  int64_t ties = 0;
+  int64_t num_kept_ties = 0;
   filter_candidates(c, ids, cut.score, [&](int64_t i) {
-    return c.scores[i] > cut.score || (c.scores[i] == cut.score && ties++ < cut.ties);
+    return c.scores[i] > cut.score || (c.scores[i] == cut.score && num_kept_ties++ < cut.num_ties);
   });
 }
 
 static void fill_weights(Candidates& c, double* weights, float temperature) {
-  const double inverse = 1 / (double)temperature, top = c.top;
+  const double inverse = 1 / (double)temperature, max_score = c.max_score;
   c.weights = weights;
-  for (int64_t i = 0; i < c.n; i += WD) {  // the memory is padded by one vector
+  for (int64_t i = 0; i < c.n; i += WD) {  // the memory is padded to whole vectors
     vf_half scores;
     __builtin_memcpy(&scores, c.scores + i, sizeof scores);
-    store(weights + i, exp((__builtin_convertvector(scores, vd) - top) * inverse));
+    store(weights + i, exp((__builtin_convertvector(scores, vd) - max_score) * inverse));
   }
 }
 
@@ -169,22 +171,22 @@ static double sum_weights(const double* weights, int64_t n) {
   return sum;
 }
 
-// Returns the first candidate whose cumulative weight exceeds u times the total. `sums` is memory for one number per
-// span.
-static int64_t sample_candidate(const Candidates& c, double u, double* sums) {
+// Returns the first candidate whose cumulative weight exceeds `uniform` times the total. `sums` is memory for one
+// number per span.
+static int64_t sample_candidate(const Candidates& c, double uniform, double* sums) {
   constexpr int64_t SPAN = 256;
-  const int64_t spans = ceil_div(c.n, SPAN);
-  for (int64_t i = 0; i < spans; i++) sums[i] = sum_weights(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
-  const double target = u * sum_weights(sums, spans);
-  double mass = 0;
-  for (int64_t span = 0; span < spans; span++) {
-    double with_span = mass + sums[span];
+  const int64_t num_spans = ceil_div(c.n, SPAN);
+  for (int64_t i = 0; i < num_spans; i++) sums[i] = sum_weights(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
+  const double target = uniform * sum_weights(sums, num_spans);
+  double sum_before = 0;
+  for (int64_t span = 0; span < num_spans; span++) {
+    double with_span = sum_before + sums[span];
     if (with_span > target)
       for (int64_t i = span * SPAN; i < min((span + 1) * SPAN, c.n); i++)
-        if ((mass += c.weights[i]) > target) return i;
-    mass = with_span;
+        if ((sum_before += c.weights[i]) > target) return i;
+    sum_before = with_span;
   }
-  // If u * total was rounded up to the total, no candidate was found. Returns the last candidate with a weight.
+  // If uniform * total was rounded up to the total, no candidate was found. Returns the last candidate with a weight.
   int64_t last = c.n - 1;
   while (last > 0 && c.weights[last] == 0) last--;
   return last;
@@ -204,7 +206,7 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
       score = allowed != 0 ? score : masked;
     }
     store(scores + i, score, lanes);
-    maxima = vmax(maxima, visible_lanes(score, lanes));
+    maxima = vmax(maxima, filled_for_maximum(score, lanes));
   });
   return largest(as_float((vu)is_bad & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(maxima);
 }
@@ -232,9 +234,9 @@ struct SamplingRule {  // the sampling parameters of a row
 template <class T>
 static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const SamplingRule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
-  c.top = fill_scores(logits, bitmask, c.scores, V);
-  if (!(c.top > -__builtin_inff())) return -1;
-  if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.top, c.scores, V);
+  c.max_score = fill_scores(logits, bitmask, c.scores, V);
+  if (!(c.max_score > -__builtin_inff())) return -1;
+  if (rule.temperature <= 0 || rule.top_k == 1) return find_score(c.max_score, c.scores, V);
   const int64_t num_scores = round_up(V, W);
   double* weights = (double*)(memory + num_scores * 4);
   Ranked* list = (Ranked*)(memory + num_scores * 12);
@@ -255,26 +257,26 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   return c.ids ? c.ids[sampled] : sampled;
 }
 
-struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; other tensors [R]
+struct Sample {  // logits [R, V], rows strided; bitmask [R, bitmask_words] or null; other tensors [R]
   int64_t type;
   const void* logits;
-  int64_t stride, R, V;
+  int64_t logits_stride, R, V;
   const float* temperature;
   const int64_t* top_k;
   const float *top_p, *min_p;
   const double* uniforms;
   const uint32_t* bitmask;
-  int64_t words;
+  int64_t bitmask_words;
   int64_t* tokens;
 };
 
-static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT * a.R * a.V : 0; }
+static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT_WORK * a.R * a.V : 0; }
 static void run(const Sample& a, const Team& team) {
   over_pieces(team, a.R, [=](int64_t r) {
     SamplingRule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
     char* memory = (char*)penstock_scratch(PRIVATE, round_up(a.V, W) * 32);
-    const uint32_t* mask = a.bitmask ? a.bitmask + r * a.words : nullptr;
-    WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.stride, mask, a.V, rule, memory));
+    const uint32_t* mask = a.bitmask ? a.bitmask + r * a.bitmask_words : nullptr;
+    WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.logits_stride, mask, a.V, rule, memory));
   });
 }
 KERNEL(sample, Sample)

@@ -9,12 +9,13 @@ enum Scratch { PRIVATE, SHARED, SCRATCH_BLOCKS };
 
 // Returns a scratch block of the calling thread with at least `bytes` bytes, aligned to 64 bytes. Growing a block
 // discards its contents.
-extern "C" void* penstock_scratch(enum Scratch which, size_t bytes);
+extern "C" void* penstock_scratch(enum Scratch block, size_t bytes);
 
 // Pointer to the counter of the pieces of work that thread 0 has completed. Another process reads the counter to detect
 // hangs.
 extern "C" int64_t* penstock_progress;
 
-// When 8-bit floats are widened by table look-ups. TABLES_NEVER if the processor has no AVX-512 VBMI.
+// When 8-bit floats are widened by table look-ups (`uses_fp8_tables`): with TABLES_IF_FAST, if a measurement shows that
+// look-ups are fast. Must be TABLES_NEVER if the processor has no AVX-512 VBMI.
 enum Tables { TABLES_NEVER, TABLES_IF_FAST, TABLES_ALWAYS };
 extern "C" int32_t penstock_fp8_tables;

@@ -12,7 +12,8 @@ struct ShortAttention {
   void* out;  // [T, H, D]
   const int32_t* row_offsets;  // [B + 1]
   const float* bias;  // as in Attention
-  int64_t B, H, K, D, q_row, q_head, k_row, k_head, v_row, v_head, bias_head;
+  int64_t B, H, K, D, q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride;
+  int64_t bias_head_stride;
   double scale;
 };
 
@@ -23,7 +24,7 @@ template <class P, class T> struct ShortQueries {
   const T* values;
   const float* bias;  // of the first query, or null
   T* out;
-  int64_t count, v_row, out_row;  // number of keys; row strides of values and results
+  int64_t num_keys, v_row_stride, out_row_stride;  // number of keys; row strides of values and results
 };
 
 template <class P, class T, int ROWS>
@@ -42,15 +43,15 @@ static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>&
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; m++) {
     const vf masked = all(-__builtin_inff());
-    vf scores[SHORT_VECTORS], exponentials[SHORT_VECTORS], top = masked;
+    vf scores[SHORT_VECTORS], exponentials[SHORT_VECTORS], max_score = masked;
     for (int c = 0; c < SHORT_VECTORS; c++) {
       scores[c] = sums[m][c] * (float)a.scale;
       if (queries.bias) scores[c] += load(queries.bias - m + c * W);
-      scores[c] = lane_index() + c * W < (int32_t)queries.count ? scores[c] : masked;
-      top = vmax(top, scores[c]);
+      scores[c] = lane_index() + c * W < (int32_t)queries.num_keys ? scores[c] : masked;
+      max_score = vmax(max_score, scores[c]);
     }
-    top = largest_everywhere(top);
-    for (int c = 0; c < SHORT_VECTORS; c++) exponentials[c] = exp_below<P::SPAN == 2 ? 3 : 5>(scores[c] - top);
+    max_score = largest_everywhere(max_score);
+    for (int c = 0; c < SHORT_VECTORS; c++) exponentials[c] = exp_below<P::SPAN == 2 ? 3 : 5>(scores[c] - max_score);
     float unused;
     store_weights(queries.weights + m * WEIGHTS, exponentials, exponentials, totals[m], unused, P{});
   }
@@ -62,9 +63,10 @@ static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>&
   }
   for (int64_t d = 0; d < a.D; d += 2 * W) {
     typename P::Sums results[ROWS][2] = {};
-    for (int64_t j = 0; j < queries.count; j += P::TERMS) {
+    for (int64_t j = 0; j < queries.num_keys; j += P::TERMS) {
       typename P::Units values[2];
-      load_values(values, queries.values + j * queries.v_row, queries.v_row, a.D, d, true, j + 1 < queries.count, P{});
+      load_values(values, queries.values + j * queries.v_row_stride, queries.v_row_stride, a.D, d, true,
+                  j + 1 < queries.num_keys, P{});
       for (int m = 0; m < ROWS; m++)
         for (int v = 0; v < 2; v++)
           results[m][v] = P::add_product(results[m][v], queries.weights[m * WEIGHTS + j / P::TERMS], values[v]);
@@ -73,7 +75,7 @@ static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>&
       vf restored[2];
       restore_order<P>(results[m][0], results[m][1], restored);
       for (int v = 0; v < 2; v++) {
-        T* to = queries.out + m * queries.out_row + d + v * W;
+        T* to = queries.out + m * queries.out_row_stride + d + v * W;
         const int64_t count = a.D - d - v * W;
         if (count >= W) store(to, restored[v] * factors[m]);
         else if (count > 0) store(to, restored[v] * factors[m], count);
@@ -99,12 +101,13 @@ static void attend_short_rows(const ShortAttention& a, const ShortQueries<P, T>&
 // Transposes the keys of a sequence for one head. Columns after the last key repeat the last key; their scores are
 // masked.
 template <class P, class T>
-INLINE void pack_short_keys(const T* rows, int64_t row, int64_t count, typename P::Unit* columns, int64_t D) {
+INLINE void pack_short_keys(const T* rows, int64_t row_stride, int64_t num_keys, typename P::Unit* columns, int64_t D) {
   for (int64_t first = 0; first < MAX_SHORT; first += W)
     for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
       vu square[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < W; i++) square[i] = load_units(rows + min(first + i, count - 1) * row, u, lanes, P{});
+      for (int i = 0; i < W; i++)
+        square[i] = load_units(rows + min(first + i, num_keys - 1) * row_stride, u, lanes, P{});
       transpose(square);
       for (int i = 0; i < lane_count(lanes); i++) store((uint32_t*)columns + (u + i) * MAX_SHORT + first, square[i]);
     });
@@ -112,30 +115,32 @@ INLINE void pack_short_keys(const T* rows, int64_t row, int64_t count, typename 
 
 template <class P, class T> static void attend_short(const ShortAttention& a, const Team& team) {
   typedef typename P::Unit Unit;
-  const int64_t units = padded_units<P>(a.D), group = a.H / a.K;
+  const int64_t units = padded_units<P>(a.D), heads_per_kv_head = a.H / a.K;
   const int64_t num_units = units * (MAX_SHORT + SHORT_ROWS) + SHORT_ROWS * MAX_SHORT;
   Unit* memory = (Unit*)penstock_scratch(PRIVATE, num_units * sizeof(Unit));
   Unit *keys = memory, *weights = keys + units * MAX_SHORT, *q = weights + SHORT_ROWS * MAX_SHORT;
   // If there are at least 4 sequences per thread, a piece of work is a sequence. Otherwise it is a kv head of a
   // sequence.
-  const int64_t parts = a.B >= 4 * team.size ? 1 : a.K;
-  over_pieces(team, a.B * parts, [&](int64_t piece) {
-    const int64_t b = piece / parts, first_head = a.K / parts * (piece % parts);
-    const int64_t begin = a.row_offsets[b], count = a.row_offsets[b + 1] - begin;
-    if (!count) return;
-    for (int64_t kv_head = first_head; kv_head < first_head + a.K / parts; kv_head++) {
-      pack_short_keys<P>((const T*)a.k + begin * a.k_row + kv_head * a.k_head, a.k_row, count, keys, a.D);
-      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        const int64_t chunks = ceil_div(count, SHORT_ROWS);
+  const int64_t sequence_pieces = a.B >= 4 * team.size ? 1 : a.K;
+  over_pieces(team, a.B * sequence_pieces, [&](int64_t piece) {
+    const int64_t b = piece / sequence_pieces, first_head = a.K / sequence_pieces * (piece % sequence_pieces);
+    const int64_t begin = a.row_offsets[b], num_keys = a.row_offsets[b + 1] - begin;
+    if (!num_keys) return;
+    for (int64_t kv_head = first_head; kv_head < first_head + a.K / sequence_pieces; kv_head++) {
+      pack_short_keys<P>((const T*)a.k + begin * a.k_row_stride + kv_head * a.k_head_stride, a.k_row_stride, num_keys,
+                         keys, a.D);
+      for (int64_t head = kv_head * heads_per_kv_head; head < (kv_head + 1) * heads_per_kv_head; head++) {
+        const int64_t chunks = ceil_div(num_keys, SHORT_ROWS);
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
-          const int64_t from = count * chunk / chunks, rows = count * (chunk + 1) / chunks - from;
+          const int64_t first_row = num_keys * chunk / chunks, rows = num_keys * (chunk + 1) / chunks - first_row;
           for (int64_t m = 0; m < rows; m++)
-            pack_query((const T*)a.q + (begin + from + m) * a.q_row + head * a.q_head, q + m * units, a.D, P{});
+            pack_query((const T*)a.q + (begin + first_row + m) * a.q_row_stride + head * a.q_head_stride, q + m * units,
+                       a.D, P{});
           attend_short_rows<P, T>(
               a,
-              {q, keys, weights, (const T*)a.v + begin * a.v_row + kv_head * a.v_head,
-               a.bias ? a.bias + head * a.bias_head - from : nullptr,
-               (T*)a.out + ((begin + from) * a.H + head) * a.D, count, a.v_row, a.H * a.D},
+              {q, keys, weights, (const T*)a.v + begin * a.v_row_stride + kv_head * a.v_head_stride,
+               a.bias ? a.bias + head * a.bias_head_stride - first_row : nullptr,
+               (T*)a.out + ((begin + first_row) * a.H + head) * a.D, num_keys, a.v_row_stride, a.H * a.D},
               rows);
         }
       }

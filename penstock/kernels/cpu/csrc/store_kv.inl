@@ -9,7 +9,7 @@ struct StoreKV {
   void* cache;
   float* scales;  // [2, N, K, S] of an int8 cache, else null
   const int64_t* slots;
-  int64_t n, N, K, S, D, k_row, k_head, v_row, v_head;
+  int64_t n, N, K, S, D, k_row_stride, k_head_stride, v_row_stride, v_head_stride;
 };
 
 template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
@@ -32,16 +32,16 @@ template <class T, class TC> static void store_kv(const StoreKV& a, const Team& 
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
       for (int64_t h = 0; h < a.K; h++) {
-        int64_t row = (a.slots[t] / a.S * a.K + h) * a.S + a.slots[t] % a.S, side = a.N * a.K * a.S;
+        int64_t row = (a.slots[t] / a.S * a.K + h) * a.S + a.slots[t] % a.S, rows_per_half = a.N * a.K * a.S;
         TC* cache = (TC*)a.cache;
-        store_head((const T*)a.k + t * a.k_row + h * a.k_head, cache + row * a.D, a.scales + row, a.D);
-        row += side;
-        store_head((const T*)a.v + t * a.v_row + h * a.v_head, cache + row * a.D, a.scales + row, a.D);
+        store_head((const T*)a.k + t * a.k_row_stride + h * a.k_head_stride, cache + row * a.D, a.scales + row, a.D);
+        row += rows_per_half;
+        store_head((const T*)a.v + t * a.v_row_stride + h * a.v_head_stride, cache + row * a.D, a.scales + row, a.D);
       }
   });
 }
 
-static int64_t work(const StoreKV& a) { return ELEMENT * a.n * 2 * a.K * a.D; }
+static int64_t work(const StoreKV& a) { return ELEMENT_WORK * a.n * 2 * a.K * a.D; }
 static void run(const StoreKV& a, const Team& team) {
   WITH_TYPE(a.type, T, {
     if (a.cache_type == 0) store_kv<T, float>(a, team);

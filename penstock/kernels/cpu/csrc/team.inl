@@ -2,18 +2,19 @@
 // the work. Barriers spin, because the other threads usually arrive within microseconds.
 
 // Time that a thread spins at a barrier, in ns. Then it sleeps, because another process may need the core.
-constexpr int64_t SPIN = 200000;
+constexpr int64_t SPIN_TIME = 200000;
 
 // State shared by the threads of a team, on the stack of the thread that opened the parallel region.
 struct TeamState {
-  alignas(64) int32_t arrived;  // number of threads at the barrier
-  int32_t sleepers;                // number of threads that sleep at the barrier
-  alignas(64) int32_t generation;  // number of barriers passed, modulo 2^32; threads wait for it to change
-  alignas(64) int64_t next;        // number of pieces of work that were assigned dynamically, see `over_pieces`
-  alignas(64) void* shared[2];     // indexed by generation & 1, because a slow thread may still read the previous value
-  int64_t failed;                  // the first value reported with `fail`; -1: none
-  int64_t waited;                  // ns that thread 0 waited at those barriers at which it slept
-  int64_t last_parallel;           // index of the last operation of a plan that all threads run; -1: no such limit
+  alignas(64) int32_t num_arrived;   // number of threads at the barrier
+  int32_t num_sleepers;              // number of threads that sleep at the barrier
+  alignas(64) int32_t generation;    // number of barriers passed, modulo 2^32; threads wait for it to change
+  alignas(64) int64_t num_assigned;  // number of pieces of work that were assigned dynamically, see `over_pieces`
+  // For `share`, indexed by generation & 1, because a slow thread may still read the previous pointer.
+  alignas(64) void* shared_pointers[2];
+  int64_t failure;        // what the first call of `fail` stored; -1: not called
+  int64_t wait_time;      // ns that thread 0 waited at those barriers at which it slept
+  int64_t last_parallel;  // index of the last operation of a plan that all threads run; -1: no such limit
 };
 
 INLINE int64_t nanoseconds() {
@@ -41,27 +42,29 @@ struct PrefetchRange {
   }
 };
 
-// Waits until the generation differs from `old`. Returns the waiting time in ns; 0 if the thread did not have to sleep.
-static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old, PrefetchRange& ahead) {
-  const int64_t begin = nanoseconds();
+// Waits until the generation differs from `old_generation`, and prefetches `range`. Returns the waiting time in ns; 0
+// if the thread did not have to sleep.
+static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old_generation,
+                                                             PrefetchRange& range) {
+  const int64_t begin_time = nanoseconds();
   do {
     for (int i = 0; i < 64; i++) {
-      if (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) != old) return 0;
-      if (ahead.next < ahead.end) ahead.fetch();
+      if (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) != old_generation) return 0;
+      if (range.next < range.end) range.fetch();
       else pause();
     }
-  } while (nanoseconds() - begin < SPIN);
+  } while (nanoseconds() - begin_time < SPIN_TIME);
   // Another process probably uses one of the cores. While this thread sleeps, a thread that has not arrived can run
   // on this core.
 #if defined(__linux__)
-  __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
-  while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
-    syscall(SYS_futex, &state.generation, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
-  __atomic_fetch_sub(&state.sleepers, 1, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&state.num_sleepers, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old_generation)
+    syscall(SYS_futex, &state.generation, FUTEX_WAIT_PRIVATE, old_generation, nullptr, nullptr, 0);
+  __atomic_fetch_sub(&state.num_sleepers, 1, __ATOMIC_RELAXED);
 #else
-  while (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) == old) sched_yield();
+  while (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) == old_generation) sched_yield();
 #endif
-  return nanoseconds() - begin;
+  return nanoseconds() - begin_time;
 }
 
 // A thread's handle of its team. Each thread has its own copy.
@@ -75,20 +78,20 @@ struct Team {
     PrefetchRange nothing = {};
     barrier(nothing);
   }
-  INLINE_MEMBER void barrier(PrefetchRange& ahead) const {
+  INLINE_MEMBER void barrier(PrefetchRange& range) const {
     if (size == 1) return;
     // The generation cannot change before this thread arrives.
     const int32_t generation = __atomic_load_n(&state->generation, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&state->arrived, 1, __ATOMIC_ACQ_REL) < size) {
-      const int64_t waited = wait_for_generation(*state, generation, ahead);
-      if (rank == 0) state->waited += waited;
+    if (__atomic_add_fetch(&state->num_arrived, 1, __ATOMIC_ACQ_REL) < size) {
+      const int64_t wait_time = wait_for_generation(*state, generation, range);
+      if (rank == 0) state->wait_time += wait_time;
       return;
     }
-    state->arrived = 0;
-    state->next = 0;
+    state->num_arrived = 0;
+    state->num_assigned = 0;
     __atomic_store_n(&state->generation, generation + 1, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
-    if (__atomic_load_n(&state->sleepers, __ATOMIC_SEQ_CST))
+    if (__atomic_load_n(&state->num_sleepers, __ATOMIC_SEQ_CST))
       syscall(SYS_futex, &state->generation, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 #endif
   }
@@ -96,7 +99,7 @@ struct Team {
   // Returns the pointer of thread 0 on all threads. Acts as a barrier. Pointers of other threads are ignored.
   template <class T> INLINE_MEMBER T* share(T* pointer) const {
     if (size == 1) return pointer;
-    void** slot = &state->shared[__atomic_load_n(&state->generation, __ATOMIC_RELAXED) & 1];
+    void** slot = &state->shared_pointers[__atomic_load_n(&state->generation, __ATOMIC_RELAXED) & 1];
     if (rank == 0) *slot = (void*)pointer;
     barrier();
     return (T*)*slot;
@@ -105,9 +108,9 @@ struct Team {
   // Reports the index of a bad value, such as a row number outside its table. The kernel of a single operation returns
   // this index. A plan returns the index of the failed operation instead. The operation continues, and its result is
   // undefined.
-  INLINE_MEMBER void fail(int64_t argument) const {
+  INLINE_MEMBER void fail(int64_t bad_index) const {
     int64_t none = -1;
-    __atomic_compare_exchange_n(&state->failed, &none, operation_index < 0 ? argument : operation_index, false,
+    __atomic_compare_exchange_n(&state->failure, &none, operation_index < 0 ? bad_index : operation_index, false,
                                 __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
 };
@@ -118,25 +121,26 @@ INLINE void count_progress(const Team& team) {
   __atomic_store_n(penstock_progress, __atomic_load_n(penstock_progress, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-// Calls body(piece) for the pieces of work 0 to count - 1. The first piece of a thread has the number of its rank, so
-// that the thread can prefetch its data. All other pieces are assigned dynamically. There is no barrier at the end.
+// Calls body(piece) for the pieces of work 0 to num_pieces - 1. The first piece of a thread has the number of its rank,
+// so that the thread can prefetch its data. All other pieces are assigned dynamically. There is no barrier at the end.
 // Call this function at most once between two barriers, because only barriers reset the counter of assigned pieces.
-template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
+template <class Body> INLINE void over_pieces(const Team& team, int64_t num_pieces, Body body) {
   if (team.size == 1) {
-    for (int64_t piece = 0; piece < count; piece++) {
+    for (int64_t piece = 0; piece < num_pieces; piece++) {
       body(piece);
       count_progress(team);
     }
     return;
   }
-  for (int64_t piece = team.rank; piece < count;
-       piece = team.size + __atomic_fetch_add(&team.state->next, 1, __ATOMIC_RELAXED)) {
+  for (int64_t piece = team.rank; piece < num_pieces;
+       piece = team.size + __atomic_fetch_add(&team.state->num_assigned, 1, __ATOMIC_RELAXED)) {
     body(piece);
     count_progress(team);
   }
 }
 
-// Calls body(begin, end) with one range of rows per thread. The ranges cover 0:rows. There is no barrier at the end.
+// Calls body(begin, end) on each thread with its range of rows, unless the range is empty. The ranges cover 0:rows.
+// There is no barrier at the end.
 template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body body) {
   const int64_t begin = rows * team.rank / team.size, end = rows * (team.rank + 1) / team.size;
   if (begin < end) body(begin, end);
@@ -146,19 +150,19 @@ template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body
 // would take longer than the time that they save. In a plan the threads already run, so a parallel operation costs only
 // one or two barriers.
 constexpr int64_t MIN_PARALLEL_WORK_IN_PLAN = 1 << 16, MIN_PARALLEL_WORK = 4 * MIN_PARALLEL_WORK_IN_PLAN;
-constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an element, in multiply-adds
+constexpr int64_t ELEMENT_WORK = 4;  // cost of loading, changing and storing an element, in multiply-adds
 
 // Runs a single operation. Returns -1, or the first value reported with `fail`.
 template <class Args> INLINE int64_t run_single(const Args& a) {
   TeamState state = {};
-  state.failed = state.last_parallel = -1;
+  state.failure = state.last_parallel = -1;
   if (work(a) < MIN_PARALLEL_WORK) {
     run(a, Team{1, 0, &state, -1});
-    return state.failed;
+    return state.failure;
   }
 #pragma omp parallel
   run(a, Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
-  return state.failed;
+  return state.failure;
 }
 
 // Returns the memory that a thread reads first in an operation, if it is known before the operation starts (weights).

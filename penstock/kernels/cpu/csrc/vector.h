@@ -1,9 +1,12 @@
-// Vectors of W lanes and functions on them. W is 16, 8 or 4, depending on the instruction set.
+// Vectors and functions on them. W is the number of 32-bit lanes of a vector register: 16, 8 or 4, depending on the
+// instruction set.
 //
 // This file is included inside the namespace of one instruction set, and its functions have internal linkage. It does
 // not use the standard library: the linker keeps only one copy of each inline function of that library, and this copy
 // may be compiled with AVX-512 flags and would crash on other CPUs.
 
+// The letters after v: f float, i signed, u unsigned, s 16-bit signed (2 W lanes), h 16-bit (half a vector, such as the
+// bits of bfloat16), b 8-bit signed, ub 8-bit unsigned.
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
@@ -143,32 +146,33 @@ INLINE void store(bf16* p, vf x) {
 
 // Load and store the first n lanes, n < W. Other lanes are 0 after loading and are not stored.
 #if PENSTOCK_LANES == 16
-INLINE __mmask16 first(int64_t n) { return (__mmask16)((1u << n) - 1); }
-INLINE vf load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
-INLINE vf load(const bf16* p, int64_t n) { return widen((vh)_mm256_maskz_loadu_epi16(first(n), p)); }
+INLINE __mmask16 first_lanes(int64_t n) { return (__mmask16)((1u << n) - 1); }
+INLINE vf load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+INLINE vf load(const bf16* p, int64_t n) { return widen((vh)_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 INLINE vf load(const int8_t* p, int64_t n) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)));
 }
-INLINE vu load(const uint32_t* p, int64_t n) { return (vu)_mm512_maskz_loadu_epi32(first(n), p); }
-INLINE void store(uint32_t* p, vu x, int64_t n) { _mm512_mask_storeu_epi32(p, first(n), (__m512i)x); }
-INLINE void store(float* p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
-INLINE void store(bf16* p, vf x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), (__m256i)narrow(x)); }
+INLINE vu load(const uint32_t* p, int64_t n) { return (vu)_mm512_maskz_loadu_epi32(first_lanes(n), p); }
+INLINE void store(uint32_t* p, vu x, int64_t n) { _mm512_mask_storeu_epi32(p, first_lanes(n), (__m512i)x); }
+INLINE void store(float* p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+INLINE void store(bf16* p, vf x, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)narrow(x)); }
 INLINE void store(int8_t* p, vf x, int64_t n) {
-  _mm512_mask_cvtepi32_storeu_epi8(p, first(n), (__m512i)rounded_to_integers(x));
+  _mm512_mask_cvtepi32_storeu_epi8(p, first_lanes(n), (__m512i)rounded_to_integers(x));
 }
 #else
 template <class T> INLINE auto load(const T* p, int64_t n) {
-  T lanes[W] = {};
-  for (int64_t i = 0; i < n; i++) lanes[i] = p[i];
-  return load(lanes);
+  T numbers[W] = {};
+  for (int64_t i = 0; i < n; i++) numbers[i] = p[i];
+  return load(numbers);
 }
 template <class T> INLINE void store(T* p, vf x, int64_t n) {
-  T lanes[W];
-  store(lanes, x);
-  for (int64_t i = 0; i < n; i++) p[i] = lanes[i];
+  T numbers[W];
+  store(numbers, x);
+  for (int64_t i = 0; i < n; i++) p[i] = numbers[i];
 }
 #endif
 
+// Stores one number.
 INLINE void put(float* p, float x) { *p = x; }
 INLINE void put(bf16* p, float x) { store(p, all(x), 1); }
 
@@ -180,7 +184,7 @@ INLINE vf rounded_to(const bf16*, vf x) { return widen(narrow(x)); }
 // n % W numbers. Two types are used, so that only the code for the last vector handles missing lanes.
 struct FullVector {};
 struct PartialVector {
-  int64_t n;
+  int64_t num_lanes;
 };
 template <class Body> INLINE void for_vectors(int64_t n, Body body) {
   int64_t i = 0;
@@ -200,21 +204,24 @@ template <class Body> INLINE vf sum_of_vectors(int64_t n, Body body) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 INLINE int64_t lane_count(FullVector) { return W; }
-INLINE int64_t lane_count(PartialVector some) { return some.n; }
+INLINE int64_t lane_count(PartialVector partial) { return partial.num_lanes; }
 template <class T> INLINE auto load(const T* p, FullVector) { return load(p); }
-template <class T> INLINE auto load(const T* p, PartialVector some) { return load(p, some.n); }
+template <class T> INLINE auto load(const T* p, PartialVector partial) { return load(p, partial.num_lanes); }
 INLINE void store(uint32_t* p, vu x, FullVector) { store(p, x); }
 #if PENSTOCK_LANES == 16
-INLINE void store(uint32_t* p, vu x, PartialVector some) { store(p, x, some.n); }
+INLINE void store(uint32_t* p, vu x, PartialVector partial) { store(p, x, partial.num_lanes); }
 #endif
 template <class T> INLINE void store(T* p, vf x, FullVector) { store(p, x); }
-template <class T> INLINE void store(T* p, vf x, PartialVector some) { store(p, x, some.n); }
+template <class T> INLINE void store(T* p, vf x, PartialVector partial) { store(p, x, partial.num_lanes); }
 // Returns x with `filler` in the lanes after the end of the row.
 INLINE vf filled(vf x, float, FullVector) { return x; }
-INLINE vf filled(vf x, float filler, PartialVector some) { return lane_index() < (int32_t)some.n ? x : all(filler); }
-template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__builtin_inff(), lanes); }
+INLINE vf filled(vf x, float filler, PartialVector partial) {
+  return lane_index() < (int32_t)partial.num_lanes ? x : all(filler);
+}
+// Returns x with -infinity in the lanes after the end of the row.
+template <class Lanes> INLINE vf filled_for_maximum(vf x, Lanes lanes) { return filled(x, -__builtin_inff(), lanes); }
 #define EACH_VECTOR [&](int64_t i, auto lanes) __attribute__((always_inline))
-#define ADD_VECTOR [&](vf added, int64_t i, auto lanes) __attribute__((always_inline)) -> vf
+#define ADD_VECTOR [&](vf sum_so_far, int64_t i, auto lanes) __attribute__((always_inline)) -> vf
 
 // ---- across lanes ----
 
@@ -300,12 +307,12 @@ INLINE float largest(vf x) { return largest_everywhere(x)[0]; }
 
 // ---- functions ----
 
-// Returns e^x with an error of at most 2 ulp; 0 for x <= -87.3, about 2e38 for x > 88.3. Method: x = n ln 2 + r
-// with |r| <= ln 2 / 2. ln 2 is split in two parts, so that n ln 2 is exact. e^r is a Taylor sum.
+// Returns e^x with an error of at most 2 ulp; 0 for x <= -87.3, about 2e38 for x > 88.3, NaN for NaN. Method:
+// x = n ln 2 + r with |r| <= ln 2 / 2. ln 2 is split in two parts, so that n ln 2 is exact. e^r is a Taylor sum.
 INLINE vf exp(vf x) {
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float rounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   vf clamped = x < 88.3f ? x : all(88.3f);
-  vf n = fma(clamped, all(1.44269504f), all(shift)) - shift;
+  vf n = fma(clamped, all(1.44269504f), all(rounder)) - rounder;
   vf r = fma(n, all(-0.693359375f), clamped);
   r = fma(n, all(2.12194440e-4f), r);
   vf p = all(1.0f / 5040);
@@ -324,19 +331,19 @@ INLINE vf exp(vf x) {
 // Returns e^x for x <= 8, from a polynomial with TERMS terms after the constant 1; 0 below -87.3, NaN for NaN. The
 // coefficients minimize the largest relative error, which is 1e-4 with 3 terms, 3e-6 with 4 and 1e-7 with 5.
 template <int TERMS> INLINE vf exp_below(vf x) {
-  const float shift = 12582912.0f;
-  vf shifted = fma(x, all(1.44269504f), all(shift)), n = shifted - shift;
+  const float rounder = 12582912.0f;
+  vf shifted = fma(x, all(1.44269504f), all(rounder)), n = shifted - rounder;
   vf r = fma(n, all(-0.693147182f), x);
   if (TERMS > 4) {
     r = fma(n, all(-0.693359375f), x);
     r = fma(n, all(2.12194440e-4f), r);
   }
-  const float sums[3][5] = {{1.00019586f, 0.504130423f, 0.165179759f},
-                            {0.99996686f, 0.50003016f, 0.167874739f, 0.04151385f},
-                            {0.999999702f, 0.499991506f, 0.166676357f, 0.0418979302f, 0.00829031505f}};
-  vf p = all(sums[TERMS - 3][TERMS - 1]);
+  const float coefficients[3][5] = {{1.00019586f, 0.504130423f, 0.165179759f},
+                                    {0.99996686f, 0.50003016f, 0.167874739f, 0.04151385f},
+                                    {0.999999702f, 0.499991506f, 0.166676357f, 0.0418979302f, 0.00829031505f}};
+  vf p = all(coefficients[TERMS - 3][TERMS - 1]);
 #pragma GCC unroll 4
-  for (int i = TERMS - 2; i >= 0; i--) p = fma(p, r, all(sums[TERMS - 3][i]));
+  for (int i = TERMS - 2; i >= 0; i--) p = fma(p, r, all(coefficients[TERMS - 3][i]));
   p = fma(p, r, all(1.0f));
   vf y = as_float(as_bits(p) + (as_bits(shifted) << 23));  // the low bits of `shifted` are those of n
   return x <= -87.3f ? vf{} : y;
@@ -368,13 +375,13 @@ INLINE vf tanh(vf x) {
 // times a polynomial in t = 2 x^2 / 3.8^2 - 1 whose coefficients minimize the largest error. For larger |x|, erf(x)
 // differs from 1 or -1 by at most 1e-7.
 INLINE vf erf(vf x) {
-  const float sums[] = {0.372107685f,  -0.185640514f,  0.137731433f,   -0.111207567f,   0.0909731090f,
-                        -0.0723174810f, 0.0541479103f, -0.0396943651f, 0.0294785257f,   -0.0169490725f,
-                        0.00558635732f, -0.00450790860f, 0.00574252242f, -0.00229283026f};
+  const float coefficients[] = {0.372107685f,   -0.185640514f,   0.137731433f,   -0.111207567f,  0.0909731090f,
+                                -0.0723174810f, 0.0541479103f,   -0.0396943651f, 0.0294785257f,  -0.0169490725f,
+                                0.00558635732f, -0.00450790860f, 0.00574252242f, -0.00229283026f};
   const vf t = fma(x * x, all(0.138504162f), all(-1.0f));
-  vf p = all(sums[13]);
+  vf p = all(coefficients[13]);
 #pragma GCC unroll 16
-  for (int i = 12; i >= 0; i--) p = fma(p, t, all(sums[i]));
+  for (int i = 12; i >= 0; i--) p = fma(p, t, all(coefficients[i]));
   const vf magnitude = as_float(as_bits(x) & 0x7fffffff);
   const vf one = as_float(as_bits(all(1.0f)) | (as_bits(x) & 0x80000000));
   return magnitude < 3.8f ? x * p : one;
