@@ -183,6 +183,18 @@ class HuggingFaceConfig(Mapping[str, object]):
             raise CheckpointError(self._path, f"{key} must be a JSON object, was {value!r}")
         return value
 
+    def layer_section(self, layer: int) -> HuggingFaceConfig:
+        """Return the object in ``per_layer_config`` for a layer, or an empty object if there is none.
+
+        transformers pads the layer indices with zeros to the same length, for example ``"05"``.
+
+        Raises:
+            CheckpointError: a value has another type.
+        """
+        section = self.section("per_layer_config")
+        key = next((key for key in section if key.isdecimal() and int(key) == layer), str(layer))
+        return section.section(key)
+
     @property
     def vocabulary_size(self) -> int:
         """Number of tokens in the text model's vocabulary, its ``vocab_size``; 0 if the key is missing."""

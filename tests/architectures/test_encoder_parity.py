@@ -96,6 +96,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "embedding_gemma2_text",
         {"layer_types": ["sliding_attention"] * 4, **WIDE_LAST_LAYER, "rms_norm_eps": 1e-3},
     ),
+    (
+        "embedding_gemma2_text",
+        {
+            "num_hidden_layers": 12,
+            "layer_types": ["sliding_attention"] * 12,
+            "per_layer_config": {"11": {"head_dim": 24, "num_key_value_heads": 1}},
+        },
+    ),
     ("embedding_gemma2_text", {"rope_parameters": None, "num_key_value_heads": 1, "embedding_dim": 7}),
     ("eurobert", {"num_key_value_heads": 3, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     ("mpnet", {"max_position_embeddings": 400, "num_attention_heads": 4, "hidden_act": "gelu_new"}),

@@ -160,6 +160,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "num_global_key_value_heads": 2,
             "num_kv_shared_layers": 3,
         },
+        "more than ten layers": {
+            "num_hidden_layers": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 6,
+        },
         "last layer forced to full attention, no experts": {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
             "num_kv_shared_layers": 2,

@@ -36,6 +36,16 @@ def test_keys_are_attributes_and_items(config: HuggingFaceConfig) -> None:
     assert config.nothing is None
 
 
+@pytest.mark.parametrize("key", ["5", "05", "005"])
+def test_layer_indices_can_have_leading_zeros(key: str) -> None:
+    config = HuggingFaceConfig({"per_layer_config": {"15": {"head_dim": 8}, key: {"head_dim": 16}}})
+    assert config.layer_section(5).to_dict() == {"head_dim": 16}
+    assert config.layer_section(15).to_dict() == {"head_dim": 8}
+    assert config.layer_section(1).to_dict() == {}
+    with pytest.raises(CheckpointError, match="per_layer_config: 7 must be a JSON object"):
+        HuggingFaceConfig({"per_layer_config": {"7": 16}}).layer_section(7)
+
+
 def test_to_dict_returns_a_deep_copy(config: HuggingFaceConfig) -> None:
     plain_values = config.to_dict()
     assert plain_values == VALUES

@@ -106,7 +106,7 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple
     heads = config.integer("num_attention_heads")
     head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)
     if "per_layer_config" in config:
-        layer_config = config.section("per_layer_config").section(str(layer))
+        layer_config = config.layer_section(layer)
         head_dim = layer_config.integer("head_dim", head_dim)
         kv_heads = layer_config.integer("num_key_value_heads", kv_heads)
     elif layer_type == FULL:

@@ -147,7 +147,7 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple
     heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads", 4)
     head_dim = config.integer("head_dim", 256)
     if "per_layer_config" in config:
-        section = config.section("per_layer_config").section(str(layer))
+        section = config.layer_section(layer)
         kv_heads = section.integer("num_key_value_heads", kv_heads)
         head_dim = section.integer("head_dim", head_dim)
     elif layer_type == FULL:
