@@ -39,7 +39,7 @@ NUMBERS_OF_WORDS = (1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 def make_texts(num_texts: int, shortest: int, longest: int, seed: int) -> list[str]:
     """Return ``num_texts`` random English texts of ``shortest`` to ``longest`` tokens.
 
-    The lengths are uniformly distributed and include the two special tokens. A word is about one token.
+    The lengths are uniformly distributed and include the two special tokens. Each word is about one token.
     """
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS, k=rng.randint(shortest, longest) - 2)) for _ in range(num_texts)]

@@ -107,7 +107,7 @@ def checked_ids(name: str, ids: object) -> list[int] | None:
     """Return token ids from a list, tuple or array as a list of plain ``int``. Return None for None.
 
     Raises:
-        InputError: the value is not such a sequence of integers, or an id is not in ``[0, 2**63)``.
+        InputError: the value is not a list, tuple or array of integers, or an id is not in ``[0, 2**63)``.
     """
     if ids is None:
         return None

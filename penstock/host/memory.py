@@ -64,7 +64,7 @@ def discard_pages(address: int, num_bytes: int) -> None:
     """Fill a range of private memory with zeros.
 
     If the system supports it, pages that lie entirely in the range are returned to the system. The next write
-    to such a page allocates it again.
+    to a returned page allocates it again.
     """
     page = mmap.PAGESIZE
     begin, end = -(-address // page) * page, (address + num_bytes) // page * page

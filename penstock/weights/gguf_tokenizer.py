@@ -33,7 +33,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  #
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Control tokens that end a turn, for older files that do not set ``eot_token_id``."""
 _GEMMA4_TURN_ENDS = ("<turn|>", "<|tool_response>")
-"""Tokens that end a turn of Gemma 4. Files list at most one of them, and their types are not always control.
+"""Tokens that end a turn of Gemma 4. Files list at most one, and their types are not always control.
 """
 
 

@@ -1,6 +1,6 @@
 """Files of packed weights, that is, weights in the memory layout of the kernels.
 
-``penstock warm-cache --pack`` writes such a file. Loading then maps the file instead of packing the weights.
+``penstock warm-cache --pack`` writes one file. Loading then maps the file instead of packing the weights.
 It is a safetensors file (https://huggingface.co/docs/safetensors). Its metadata describe the layers in load
 order. The metadata also contain what the packed weights depend on: path, size and modification time of the
 checkpoint's files, a digest of its configuration, the encoding, the memory layout and the version of

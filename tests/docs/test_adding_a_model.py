@@ -24,7 +24,7 @@ DUO_MODEL = "architectures/duo/model.py"
 
 
 def write_page_files(folder: Path, changes: dict[str, str] | None = None, changed_file: str = MODEL) -> None:
-    """Write the files of the page, one of them with changes."""
+    """Write the files of the page, including one changed file."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def duo_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 def test_logits_of_the_custom_block_agree_with_plain_torch(duo_variables: dict[str, Any]) -> None:
-    """The logits of a request are bit-equal whether it is computed alone, in a batch or in chunks."""
+    """The logits of a request are bit-equal whether it is computed separately, in a batch or in chunks."""
     config = PipelineConfig.from_flat(
         {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
     )

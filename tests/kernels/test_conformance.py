@@ -476,7 +476,7 @@ def test_contiguous_or_float64_adapter_matrices_agree_with_the_reference(ops: Op
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapter_sums_of_a_row_are_bit_equal_in_any_batch(ops: Ops, dtype: torch.dtype) -> None:
-    """The weight of the layer is zero, so that the results are the products of the adapters alone."""
+    """The weight of the layer is zero, so that the results are only the products of the adapters."""
     rows = torch.randint(-1, 4, (60,))
     packed_weight, lora = layer_with_adapters(ops, rows, 12, 40, dtype, has_different_ranks=True)
     zero_layer = ops.pack_linear(torch.zeros(69, 40), packed_weight.encoding, slices=packed_weight.slices)

@@ -54,7 +54,7 @@ ADAPTER_NAMES = ["all", None, "some", "head", "all", None, "some"]
 def compute_batch_and_single_logits(
     pipeline: TextGenerationPipeline,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the logits of a batch of several adapters, and the logits of each context alone."""
+    """Return the logits of a batch of several adapters, and of each context in a separate step."""
     lengths = [3, 17, 1, 40, 9, 2, 33]
     batch = [make_context(PROMPT[:n], adapter=name) for n, name in zip(lengths, ADAPTER_NAMES, strict=True)]
     batch_logits = step_logits(pipeline, batch)

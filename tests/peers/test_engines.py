@@ -102,7 +102,7 @@ def test_memory_includes_child_processes(tmp_path: Path) -> None:
     peaks = []
     for fault in ("", "large"):
         with start_engine(tmp_path, fault, watch_memory=True) as engine:
-            for _ in range(5):  # several requests, so that memory is sampled during at least one of them
+            for _ in range(5):  # several requests, so that memory is sampled during at least one request
                 engine.generate([[1]], 1)
             peaks.append(engine.peak_bytes())
             assert engine.peak_bytes() == peaks[-1]

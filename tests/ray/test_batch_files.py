@@ -75,7 +75,7 @@ def test_results_are_appended_to_existing_results(tmp_path: Path, name: str) -> 
 
 
 def test_parquet_files_are_numbered_after_the_largest_number(tmp_path: Path) -> None:
-    """The first file was deleted. The numbers of the others are not used again."""
+    """The first file was deleted. The numbers of the remaining files are not used again."""
     for name in ("part-000001.parquet", "part-000003.parquet", "part-x.parquet"):
         (tmp_path / name).touch()
     assert ParquetWriter(tmp_path)._file_number == 4

@@ -89,7 +89,7 @@ CLOSINGS = [
 
 
 def read_plot(topic: str, lines: list[str]) -> Plot:
-    """Parse a section of ``plots.txt``: lines with ``=>`` are slots, the others are steps."""
+    """Parse a section of ``plots.txt``: lines with ``=>`` are slots, all other lines are steps."""
     slots = {"thing": [with_article(noun) for noun in NOUNS]} if topic == "{thing}" else {}
     steps = []
     for line in lines:

@@ -26,7 +26,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """A sequence of parts, none of which is `EMPTY`."""
+    """A sequence of parts that are not `EMPTY`."""
 
     parts: tuple[Node, ...]
 

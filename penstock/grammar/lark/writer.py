@@ -135,7 +135,7 @@ _ANY_TEXT = "/(?s:.*)/"  # any text
 
 
 def _text_without(words: tuple[str, ...], suffix_regex: str = "(?s:.*)") -> str:
-    """Return an expression for the texts that do not end with a word followed by a match of ``suffix_regex``.
+    """Return an expression for texts that do not end with one of the words and a match of ``suffix_regex``.
 
     By default, these are the texts that contain none of ``words``.
     """

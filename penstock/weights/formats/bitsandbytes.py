@@ -9,7 +9,7 @@ A 4-bit layer has these tensors:
 * ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``): JSON text with the shape, the block sizes and the
   offset.
 
-The encodings nf4 and fp4 represent such a layer exactly if the block size and the number of inputs are
+The encodings nf4 and fp4 represent a 4-bit layer exactly if the block size and the number of inputs are
 multiples of 64, and the table is that of the encoding. All other 4-bit layers are dequantized.
 
 An 8-bit layer has ``weight`` int8 and ``SCB``, which is 127 times the scale of each output.

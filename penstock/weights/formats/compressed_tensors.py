@@ -3,15 +3,15 @@
 ``quantization_config.config_groups`` assigns layers to groups with common settings. The tensors of a layer
 determine its type:
 
-* ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of a word. A code of b bits is
-  the integer plus 2^(b - 1). A code can span two words. In files of older writers, each word contains only
+* ``weight_packed`` int32: codes of 1 to 8 bits, the first in the lowest bits of an int32. A code of b bits is
+  the integer plus 2^(b - 1). A code can span two of them. In files of older writers, each int32 contains only
   whole codes, and its remaining bits are unused. ``weight_shape`` is ``(out, in)``. ``weight_zero_point`` is
   packed like ``weight_packed``, but along its outputs.
 * ``weight`` int8 or 8-bit floats with ``weight_scale``.
 * ``weight_packed`` uint8: 4-bit floats, see `penstock.weights.formats._fp4`.
 
 ``weight_g_idx`` contains the group of each input, if inputs are not sorted by group (``actorder``). The
-reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
+reader sorts the inputs of these layers by group (`QuantizedHeader.input_order`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A layer ``[out, in]`` is stored transposed:
   the first version of the format (``checkpoint_format: gptq``) they are stored minus 1.
 * ``scales`` ``[G, out]``.
 * ``g_idx`` int32 ``[in]``, optional: the group of each input. With ``desc_act``, inputs are not sorted by
-  group. The reader sorts the inputs of such a layer by group (`QuantizedHeader.input_order`).
+  group. The reader then sorts the inputs by group (`QuantizedHeader.input_order`).
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def test_split_scales_are_exact_for_large_and_small_scales() -> None:
 
 @pytest.mark.parametrize("group_size", [32, 96, 128, 320])
 def test_group_codes_represent_the_same_weights_for_every_group_size(group_size: int) -> None:
-    """The last group may be shorter than the others."""
+    """The last group may be shorter than the other groups."""
     torch.manual_seed(0)
     codes = torch.randint(0, 16, (5, 300)).to(torch.uint8)
     num_groups = -(-300 // group_size)

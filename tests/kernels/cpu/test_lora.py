@@ -81,7 +81,7 @@ def select_adapters(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 def test_rows_of_a_batch_equal_single_rows(
     ops: CpuOps, dtype: torch.dtype, in_features: int, rank: int, num_threads: int
 ) -> None:
-    """The weight of the layer is zero, so that the results are the products of the adapters alone.
+    """The weight of the layer is zero, so that the results are only the products of the adapters.
 
     The sizes cover the three ways to divide work among threads: all work on one thread, few rows by ranks and
     outputs, and many rows by tiles of rows.

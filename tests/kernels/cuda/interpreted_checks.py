@@ -321,7 +321,7 @@ QUANTIZED_ENCODINGS = [name for name in ENCODINGS if not encoding_named(name).is
 
 @pytest.mark.parametrize("encoding", QUANTIZED_ENCODINGS)
 def test_products_in_every_quantized_encoding_agree_with_the_reference(ops: CudaOps, encoding: str) -> None:
-    """The inputs have one row, a few rows, or so many rows that the whole weight is decoded first."""
+    """The inputs have one row, a few rows, or enough rows that the whole weight is decoded first."""
     weight, bias = torch.randn(20, 330) / 18, torch.randn(20)
     packed_weight, reference_weight = call_both(ops, "pack_linear", weight, encoding, bias=bias)
     assert (packed_weight.layout == NIBBLES) == (encoding_named(encoding).bits == 4)

@@ -111,7 +111,7 @@ def test_attention_is_bit_equal_alone_and_in_a_batch(
     deterministic_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, cache_kind: str, head_dim: int,
     heads_per_kv_head: int, num_kv_heads: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Results are bit-equal alone and in a batch, with and without splitting the keys among programs."""
+    """Results are bit-equal in any batch, with and without splitting the keys among programs."""
     sequences = ((1, 1300), (1, 513), (1, 512), (3, 700), (1, 20), (0, 9))
     case = AttentionCase(
         head_dim=head_dim,
