@@ -17,8 +17,9 @@ from penstock.kernels.operations import Arguments, CFunction, UnrecordableStepEr
 class Collectives(Protocol):
     """Combines tensors of all ranks. All ranks must call the same methods in the same order.
 
-    `all_reduce` and `all_gather` raise `penstock.errors.RankFailedError` if a rank has ended or the time
-    limit is exceeded. After such an error, later calls fail at once.
+    `all_reduce` and `all_gather` raise a `penstock.errors.PenstockError` if a rank has ended, a step has
+    failed on a rank, or the time limit is exceeded. It is the error that the rank has reported, or a
+    `penstock.errors.RankFailedError`. After this error, later calls fail at once.
     """
 
     @property
@@ -48,10 +49,10 @@ class Collectives(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise an error if a collective of the C++ kernels has failed.
+        """Raise the error of an earlier failure, if any.
 
         Raises:
-            RankFailedError: a rank has ended, or the time limit is exceeded.
+            PenstockError: a collective or a step has failed, or the model is closed.
         """
         ...
 

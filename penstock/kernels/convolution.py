@@ -1,8 +1,8 @@
-"""The operations of audio codecs: convolution over time, snake activation, group norm, inverse STFT.
+"""The operations of audio codecs, such as convolution over time, snake activation and inverse STFT.
 
 Sequences are matrices ``[T, C]`` with one row per time step. A convolution with one group is computed as a
-linear layer whose input rows are windows of the sequence. It therefore uses the kernels and weight encodings
-of linear layers.
+linear layer whose input rows are windows of the sequence; a transposed convolution only if its dilation is
+also 1. It therefore uses the kernels and weight encodings of linear layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PackedConv1d:
     linear: PackedLinear | None = None
     """Set for one group: a linear layer ``[out, kernel_size * in]``, inputs sorted by tap, then channel."""
     taps: Tensor | None = None
-    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, like its ``bias``."""
+    """Set for a depthwise convolution of C channels: ``[kernel_size, C]`` float32, and a float32 ``bias``."""
     weight: Tensor | None = None
     """Set for all other convolutions: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
@@ -156,8 +156,8 @@ class ConvolutionOps(ABC):
         linear: PackedLinear | None = None
         grouped_weight: Tensor | None = weight.contiguous()
         if groups == dilation == 1:
-            # Output row q * stride + r is the sum over i < inputs_per_output of tap r + i * stride with input
-            # row q - i.
+            # Output row q * stride + r, without ``padding``, is the sum over i < inputs_per_output of the
+            # products of tap r + i * stride and input row q - i.
             inputs_per_output = -(-kernel_size // stride)
             taps = F.pad(weight, (0, inputs_per_output * stride - kernel_size)).view(
                 in_channels, out_channels_per_group, inputs_per_output, stride
@@ -253,11 +253,11 @@ class ConvolutionOps(ABC):
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
         """Add the overlapping frames of each sequence: ``frames [T, N]`` float32 -> ``[T * hop]`` samples.
 
-        Frame t begins ``hop`` samples after frame t - 1. A sample is the sum of the frames that overlap at
-        its position, divided by the sum of the entries of ``squares [N]``, the squared window, at the same
-        positions of these frames. ``(N - hop) / 2`` samples are dropped at each end of a sequence; N - hop is
-        even. The inverse short-time Fourier transform is a linear layer with the weight `inverse_dft_weight`,
-        followed by this operation.
+        Frame t begins ``hop`` samples after frame t - 1. ``squares [N]`` is the squared window. A sample is
+        the sum of the entries of the overlapping frames at its position, divided by the sum of the entries of
+        ``squares`` at the same indices. ``(N - hop) / 2`` samples are dropped at each end of a sequence; N -
+        hop is even. The inverse short-time Fourier transform is a linear layer with the weight
+        `inverse_dft_weight`, followed by this operation.
         """
 
 

@@ -76,7 +76,7 @@ def grouped_by_expert(
         order = order[(sorted_ids >= 0) & (sorted_ids < num_experts)]
         flat_ids = flat_ids[(flat_ids >= 0) & (flat_ids < num_experts)]
     elif len(invalid := flat_ids[(flat_ids < 0) | (flat_ids >= num_experts)]):
-        raise IndexError(f"expert {int(invalid[0])} of {num_experts}")
+        raise IndexError(f"expert id {int(invalid[0])} is not in 0..{num_experts - 1}")
     pair_counts: dict[int, int] = {}
     start = stop = 0
     for expert, num_pairs in enumerate(torch.bincount(flat_ids, minlength=num_experts).tolist()):

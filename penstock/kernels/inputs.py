@@ -60,9 +60,9 @@ class StateInputs:
 
     slots: Tensor  # [B] int64
     saves: Tensor  # [B * NUM_SAVES * 2] int64
-    """Pairs (n, index), up to `NUM_SAVES` for each sequence: the state after the first n rows of the step
-    is also written to this index. A pair with n = 0 has no effect. Another sequence with the same prefix can
-    then continue from the saved state."""
+    """`NUM_SAVES` pairs (n, index) for each sequence: the state after the first n rows of the sequence in
+    this step is also written to this index. A pair with n = 0 has no effect. Another sequence with the same
+    prefix can then continue from the saved state."""
     layers: tuple[tuple[Tensor, Tensor], ...]  # per layer: `LayerState.inputs` and `LayerState.recurrent`
 
     def layer(self, index: int) -> LayerState:
@@ -113,7 +113,7 @@ class KVCacheInputs:
     """The states of layers with linear attention; None for a model without such layers."""
 
     def layer(self, index: int) -> LayerKV:
-        """Return the cache of layer ``index``."""
+        """Return the cache of a layer; ``index`` counts only the layers with a KV cache."""
         group = self.groups[self.group_of_layer[index]]
         return LayerKV(
             self.caches[index],
@@ -145,8 +145,9 @@ class LoRAInputs:
 
     rows: Tensor  # [T] int64: index of the row's adapter, -1 for none
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """By slice name, e.g. ``model.layers.0.self_attn.q_proj``: the matrices A ``[n, R, in]``, B ``[n, out,
-    R]``. B includes the scale of the adapter. Kernels read B fastest if it is a view of ``[n, R, out]``."""
+    """By slice name, e.g. ``model.layers.0.self_attn.q_proj``: the matrices of n adapters, A ``[n, R, in]``
+    and B ``[n, out, R]``. B includes the scale of the adapter. Kernels read B fastest if it is the transposed
+    view of a contiguous ``[n, R, out]``."""
     ranks: Mapping[str, Tensor] = field(default_factory=dict)
     """By slice name, the rank of each adapter, ``[n]`` int64 in host memory; 0 for an adapter without
     matrices for the slice. All adapters have rank R for slices that are missing here."""
@@ -182,10 +183,10 @@ class SamplingInputs:
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
     uniforms: Tensor  # [R] float64 in [0, 1): the random number of the row, a function of (seed, position)
-    is_limited: bool = True
-    """Whether any row that is not greedy has a top_k or a top_p. If False, the sampler of a GPU lists no
-    candidates. The host computes this flag in advance, because it cannot read device tensors without
-    waiting."""
+    has_top_k_or_top_p: bool = True
+    """Whether any row that is not greedy has a top_k or a top_p. If False, the sampler of a GPU does not
+    allocate a list of candidate tokens. The host computes this flag in advance,
+    because it cannot read device tensors without waiting."""
 
     def take(self, rows: Tensor) -> SamplingInputs:
         """Return the parameters of a selection of rows, ``rows [n]`` int64; rows may repeat."""
@@ -195,5 +196,5 @@ class SamplingInputs:
             self.top_p[rows],
             self.min_p[rows],
             self.uniforms[rows],
-            self.is_limited,
+            self.has_top_k_or_top_p,
         )

@@ -2,8 +2,8 @@
 
 A row holds the name, the signature, the properties for recording, and the C functions that compute the
 operation on a CPU. `collect_operations` returns the rows of a class. Three components use the table:
-``penstock env`` lists its names, `penstock.kernels.recording` generates the recorder from it, and
-`penstock.kernels.cpu.library` declares its C functions.
+`Ops.implementations` returns the back end of each operation, `penstock.kernels.recording` generates the
+recorder from it, and `penstock.kernels.cpu.library` declares its C functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class CFunction:
     """Types of the fields of the C++ struct (csrc), in order and in the notation of Python's `struct`: q
     int64, P pointer (0 for none), d double."""
     can_be_long: bool = False
-    """Whether `Kernels` also has ``long_<name>``, a variant for large inputs that releases the GIL."""
+    """Whether `Kernels` also has ``long_<name>``: the same function, but the call releases the GIL. It is for
+    large inputs and for functions that wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Operation:
     weights: frozenset[str]
     """Names of the parameters whose tensors are the same in all steps."""
     is_recordable: bool
+    """Whether a step that calls the operation can be recorded."""
     simplify: Callable[[Arguments], Arguments] | None
     """Returns the arguments to use while a step is recorded: for the record and for running the operation.
     Raises `UnrecordableStepError` if the step cannot be recorded. None keeps all arguments.

@@ -24,9 +24,9 @@ NUM_SAVES = 2
 class RecurrentOps(ABC):
     """The convolution and the recurrence of linear attention, and output gates.
 
-    A sequence whose first row is at position 0 begins with a state of zeros, whatever its slot contains. All
-    rows of a sequence are computed in order, so the result does not depend on the chunks of a prompt. The
-    operations also write the states that `LayerState.saves` names.
+    A sequence whose first row is at position 0 begins with a state of zeros, whatever its slot contains. The
+    result of a row depends only on the state and on the rows before it, not on the chunks of a prompt. The
+    convolution and the recurrence also write the states that `StateInputs.saves` requests.
     """
 
     @operation(weights=["weight"], functions={"short_convolution": CFunction("q 8P 4q")})
@@ -34,15 +34,15 @@ class RecurrentOps(ABC):
     def short_convolution(
         self,
         x: Tensor,  # [T, C]
-        weight: Tensor,  # [K, C] float32
+        weight: Tensor,  # [W + 1, C] float32
         state: LayerState,
         row_offsets: Tensor,  # [B + 1] int32
         lengths: Tensor,  # [B] int32
     ) -> Tensor:  # [T, C]
         """Return the SiLU of the causal depthwise convolution of each sequence, and update ``state.inputs``.
 
-        Row t of a sequence is ``silu(sum(weight[j] * x[t - K + 1 + j] for j in range(K)))``, computed in
-        float32. ``state.inputs`` has the K - 1 rows before this step. ``lengths`` are the lengths of the
+        Row t of a sequence is ``silu(sum(weight[j] * x[t - W + j] for j in range(W + 1)))``, computed in
+        float32. ``state.inputs`` has the W rows before this step. ``lengths`` are the lengths of the
         sequences, including the rows of this step.
         """
 

@@ -50,7 +50,7 @@ class Sampler:
             upload(torch.tensor([p.top_p for p in params], dtype=torch.float32), device),
             upload(torch.tensor([p.min_p for p in params], dtype=torch.float32), device),
             torch.zeros(len(params), dtype=torch.float64, device=device),
-            is_limited=any(not _is_greedy(p) and (p.top_k > 0 or p.top_p < 1) for p in params),
+            has_top_k_or_top_p=any(not _is_greedy(p) and (p.top_k > 0 or p.top_p < 1) for p in params),
         )
         is_greedy = all(map(_is_greedy, params))
         return cls(list(params), inputs, as_uint64([p.seed for p in params]), is_greedy)

@@ -27,7 +27,7 @@ from penstock.weights.mapping import drop_pages, map_file
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 NUM_NAMES_SHOWN = 8
-"""Maximum number of tensors that an error message lists per kind of fault. The message only counts further tensors."""
+"""Maximum number of tensors that an error message lists per kind of fault. It only counts further tensors."""
 _MAX_MISSING = 1000
 """If more tensors are missing, loading fails at once: ``config.json`` probably belongs to another model."""
 _MAX_ZEROS = 2**29

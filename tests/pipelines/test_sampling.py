@@ -188,7 +188,7 @@ def test_uniforms_are_at_least_zero_and_below_one(seed: int, position: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("params", "is_limited"),
+    ("params", "has_top_k_or_top_p"),
     [
         ([GREEDY, SamplingParams(temperature=0, top_k=5, top_p=0.5)], False),
         ([GREEDY, SamplingParams(temperature=1, top_k=1, top_p=0.5)], False),
@@ -197,9 +197,9 @@ def test_uniforms_are_at_least_zero_and_below_one(seed: int, position: int) -> N
         ([GREEDY, SamplingParams(temperature=1, top_k=5)], True),
     ],
 )
-def test_is_limited_states_whether_top_k_or_top_p_limits_a_row(
-    params: list[SamplingParams], is_limited: bool
+def test_sampling_inputs_state_whether_top_k_or_top_p_limits_a_row(
+    params: list[SamplingParams], has_top_k_or_top_p: bool
 ) -> None:
     inputs = Sampler.for_batch(params, torch.device("cpu")).inputs
-    assert inputs.is_limited == is_limited
-    assert inputs.take(torch.tensor([0, 0])).is_limited == is_limited
+    assert inputs.has_top_k_or_top_p == has_top_k_or_top_p
+    assert inputs.take(torch.tensor([0, 0])).has_top_k_or_top_p == has_top_k_or_top_p

@@ -48,10 +48,13 @@ class CpuCollectives(CpuConvolution):
         return out
 
     def embedding_part(self, tokens: Tensor, table: Tensor, first_token_id: int) -> Tensor:
-        if tokens.dtype != torch.int64 or not tokens.is_contiguous() or table.stride(1) != 1:
-            self._report_fallback(
-                "embedding_part", {f"strided or {tokens.dtype} tokens, or strided tables": False}
-            )
+        conditions = {
+            f"{tokens.dtype} tokens": tokens.dtype == torch.int64,
+            "strided tokens": tokens.is_contiguous(),
+            "tables with strided columns": table.stride(1) == 1,
+        }
+        if not all(conditions.values()):
+            self._report_fallback("embedding_part", conditions)
             return super().embedding_part(tokens, table, first_token_id)
         out = self._empty((len(tokens), table.shape[1]), table.dtype)
         element_bytes = table.element_size()

@@ -70,27 +70,27 @@ class CpuExperts(CpuLinear):
             x.stride(),
         )
         types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
-        rows_fit = column_stride == topk_weights.stride(1) == topk_ids.stride(1) == 1
-        rows_fit = rows_fit and topk_ids.shape[1] > 0
+        layout_fits = column_stride == topk_weights.stride(1) == topk_ids.stride(1) == 1
+        layout_fits = layout_fits and topk_ids.shape[1] > 0
         has_adapters = (
             lora is not None and table is not None and not table.slice_names.isdisjoint(lora.matrices)
         )
-        if table is None or dtype_code is None or has_adapters or not (types_fit and rows_fit):
+        if table is None or dtype_code is None or has_adapters or not (types_fit and layout_fits):
             self._report_fallback(
                 "experts",
                 {
-                    "experts that differ in encoding, layout or shape": table is not None,
+                    "experts that differ, or their layout or input order": table is not None,
                     f"{x.dtype} activations": dtype_code is not None,
                     "adapters on experts": not has_adapters,
-                    "this routing type or memory layout": types_fit and rows_fit,
+                    "weights or ids of this type": types_fit,
+                    "this memory layout, or no selected experts": layout_fits,
                 },
             )
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
         if not (_is_supported(gate_up, x.dtype) and _is_supported(down, x.dtype)):
-            self._report_fallback(
-                "experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False}
-            )
+            weights = f"{gate_up.encoding} and {down.encoding} weights, or their biases,"
+            self._report_fallback("experts", {f"{weights} with {x.dtype} activations": False})
             return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         (rows, hidden), top_k, inner = x.shape, topk_ids.shape[1], down.in_features
         expected_sizes = (gate_up.in_features, len(topk_weights), len(topk_ids))
@@ -122,7 +122,8 @@ class CpuExperts(CpuLinear):
             limit,
         )
         if bad_index != -1:
-            raise IndexError(f"expert {int(topk_ids.flatten()[bad_index])} of {len(packed.down)}")
+            invalid_id = int(topk_ids.flatten()[bad_index])
+            raise IndexError(f"expert id {invalid_id} is not in 0..{len(packed.down) - 1}")
         return out
 
     def _get_table(self, packed: PackedExperts) -> _AddressTable | None:

@@ -27,14 +27,14 @@ class CpuRecurrent(CpuElementwise):
     ) -> Tensor:
         dtype_code, width = DTYPE_CODES.get(x.dtype), len(weight)
         types_fit = state.inputs.dtype == x.dtype and weight.dtype == torch.float32
-        fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
-        if dtype_code is None or not types_fit or not fits or not 2 <= width <= _MAX_WIDTH:
+        layout_fits = x.stride(1) == 1 and weight.is_contiguous() and state.inputs.is_contiguous()
+        if dtype_code is None or not types_fit or not layout_fits or not 2 <= width <= _MAX_WIDTH:
             self._report_fallback(
                 "short_convolution",
                 {
                     f"{x.dtype} activations": dtype_code is not None,
                     "states or weights of another type": types_fit,
-                    "this memory layout": fits,
+                    "this memory layout": layout_fits,
                     f"a width of {width} (2 to {_MAX_WIDTH})": 2 <= width <= _MAX_WIDTH,
                 },
             )
@@ -66,15 +66,15 @@ class CpuRecurrent(CpuElementwise):
         dtype_code = DTYPE_CODES.get(qkv.dtype)
         _, heads, key_dim, value_dim = state.recurrent.shape
         types_fit = gates.dtype == qkv.dtype and decay.dtype == state.recurrent.dtype == torch.float32
-        fits = qkv.stride(1) == gates.stride(1) == 1
-        fits = fits and decay.is_contiguous() and state.recurrent.is_contiguous()
-        if dtype_code is None or not types_fit or not fits or key_dim > _MAX_KEY_DIM:
+        layout_fits = qkv.stride(1) == gates.stride(1) == 1
+        layout_fits = layout_fits and decay.is_contiguous() and state.recurrent.is_contiguous()
+        if dtype_code is None or not types_fit or not layout_fits or key_dim > _MAX_KEY_DIM:
             self._report_fallback(
                 "gated_delta_rule",
                 {
                     f"{qkv.dtype} activations": dtype_code is not None,
-                    "gates or states of another type": types_fit,
-                    "this memory layout": fits,
+                    "gates, decay or states of another type": types_fit,
+                    "this memory layout": layout_fits,
                     f"a key head size of {key_dim} (at most {_MAX_KEY_DIM})": key_dim <= _MAX_KEY_DIM,
                 },
             )
@@ -103,11 +103,14 @@ class CpuRecurrent(CpuElementwise):
 
     def apply_gate(self, x: Tensor, gate: Tensor, function: GateFunction) -> Tensor:
         dtype_code = DTYPE_CODES.get(x.dtype)
-        fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
-        if dtype_code is None or not fits:
+        layout_fits = x.dim() == 3 and x.stride(2) == gate.stride(2) == 1 and x.dtype == gate.dtype
+        if dtype_code is None or not layout_fits:
             self._report_fallback(
                 "apply_gate",
-                {f"{x.dtype} activations": dtype_code is not None, "this memory layout or mixed types": fits},
+                {
+                    f"{x.dtype} activations": dtype_code is not None,
+                    "this memory layout or mixed types": layout_fits,
+                },
             )
             return super().apply_gate(x, gate, function)
         out = self._empty(x.shape, x.dtype)

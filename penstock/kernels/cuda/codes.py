@@ -29,15 +29,15 @@ from penstock.kernels.encodings._sizes import GROUP, SUPERBLOCK
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.nibbles import NIBBLES, signed_offset
 
-_ROW_TILE_BYTES, _MAX_ROW_TILE_COLUMNS = 8192, 2048
-"""Bytes of a weight that a program for a single row reads at once: in total, and at most per output."""
+_SINGLE_ROW_TILE_BYTES, _MAX_SINGLE_ROW_OUTPUT_BYTES = 8192, 2048
+"""Bytes of a weight that one program of `_multiply_row` reads at once: in total, and at most per output."""
 MAX_TILED_ROWS = 64
 """Maximum number of rows for which the codes are decoded in registers, unless rows are grouped by weight or
 the result must be deterministic. With more rows, the weight is decoded to memory, and cuBLAS multiplies."""
 _TILE_OUTPUTS, _TILE_BYTES = 64, 64
 """Outputs of a tile, and bytes per output that the tile multiplies at once.
 
-The bytes determine the order of additions.
+Another number of bytes changes the order of additions, and so the bits of results.
 """
 _MAX_SPLITS, _MIN_STEPS = 16, 4
 """Maximum number of splits of the inputs, and approximate minimum of steps of `_TILE_BYTES` per split."""
@@ -101,11 +101,11 @@ def multiply_codes(
         _tensor_names(weights.encoding),
         _format_constants(weights.encoding, packed.layout == NIBBLES),
     )
-    # The program multiplies by the weights without row scales. Weights with zero points or minima may exceed
-    # the range of float16 without these scales.
+    # The program applies row scales after the product. Before that, weights with zero points, or with row
+    # scales and minima, may exceed the range of float16.
     minima = constants["MINIMA"]
-    has_offsets = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
-    converts_to_float32 = x.dtype == torch.float32 or (x.dtype == torch.float16 and has_offsets)
+    may_exceed_float16 = minima == "zeros" or (minima != "" and constants["HAS_ROW_SCALES"])
+    converts_to_float32 = x.dtype == torch.float32 or (x.dtype == torch.float16 and may_exceed_float16)
     launch(
         programs.multiply_codes, (*grid, num_splits), sums, x, *weights.arguments(*tensor_names, "bias"),
         _number_table(weights), *sorted_rows(x, groups), num_rows, 1 if groups is None else groups.num_groups,
@@ -152,13 +152,13 @@ def _multiply_row(x: Tensor, weights: WeightTables) -> Tensor:
     packed = weights.first_linear
     weight, bias = packed.tensors["weight"], packed.bias
     out = torch.empty((1, packed.out_features), dtype=x.dtype, device=x.device)
-    columns_per_tile = min(power_of_two(weight.shape[1], 32), _MAX_ROW_TILE_COLUMNS)
-    outputs_per_tile = max(_ROW_TILE_BYTES // columns_per_tile, 1)
+    bytes_per_output = min(power_of_two(weight.shape[1], 32), _MAX_SINGLE_ROW_OUTPUT_BYTES)
+    outputs_per_tile = max(_SINGLE_ROW_TILE_BYTES // bytes_per_output, 1)
     grid = (divide_up(packed.out_features, outputs_per_tile),)
     launch(
         multiply_quantized_row, grid, out, x, *_program_tensors(weights),
         weight if bias is None else bias, packed.out_features, packed.in_features, *_row_lengths(packed),
-        N=outputs_per_tile, BYTES=columns_per_tile, HAS_BIAS=bias is not None, is_dependent=True,
+        N=outputs_per_tile, BYTES=bytes_per_output, HAS_BIAS=bias is not None, is_dependent=True,
         **_format_constants(weights.encoding, packed.layout == NIBBLES),
     )  # fmt: skip
     return out

@@ -41,7 +41,8 @@ class CudaRecurrent(CudaRows):
         launch(
             programs.keep_inputs, (num_sequences, num_tiles), state.inputs, x, state.slots, state.saves,
             *sequence_arguments, num_channels, x.stride(0), HISTORY=num_taps - 1,
-            TAPS=power_of_two(num_taps - 1), WIDTH=tile_channels, NUM_SAVES=NUM_SAVES, is_dependent=True,
+            PADDED_HISTORY=power_of_two(num_taps - 1), WIDTH=tile_channels, NUM_SAVES=NUM_SAVES,
+            is_dependent=True,
         )  # fmt: skip
         return out
 
@@ -65,7 +66,7 @@ class CudaRecurrent(CudaRows):
             programs.delta_rule, (len(lengths), num_heads, divide_up(value_dim, tile_columns)), out, qkv,
             gates, decay, state.recurrent, state.slots, state.saves, row_offsets, lengths, num_heads,
             (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim), key_dim, value_dim, qkv.stride(0),
-            gates.stride(0), key_dim**-0.5, NORM_EPS, KEYS=power_of_two(key_dim), VALUES=tile_columns,
+            gates.stride(0), key_dim**-0.5, NORM_EPS, KEY_DIM=power_of_two(key_dim), COLUMNS=tile_columns,
             NUM_SAVES=NUM_SAVES,
             is_dependent=True, num_warps=4,
         )  # fmt: skip

@@ -176,7 +176,7 @@ class CudaRows(CudaLookups):
         )
         masses = torch.empty((num_rows, num_chunks), dtype=torch.float64, device=logits.device)
         # Tokens are listed only for rows with a top_k or a top_p.
-        listed_offsets_shape = (num_rows, num_chunks, chunk_size) if sampling.is_limited else (1,)
+        listed_offsets_shape = (num_rows, num_chunks, chunk_size) if sampling.has_top_k_or_top_p else (1,)
         listed_offsets = torch.empty(listed_offsets_shape, dtype=torch.int16, device=logits.device)
         bitmask_or_placeholder = tokens if bitmask is None else bitmask.contiguous()
         temperature, top_k, top_p = (

@@ -52,7 +52,7 @@ class CodeEncoding(LinearEncoding):
         return num_groups * code_group_bytes(self.bits) + 4 * out_features
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """Quantize each group by its smallest and largest weight; ``importance`` has no effect."""
+        """Quantize each group by its range, extended to contain 0; ``importance`` has no effect."""
         from penstock.kernels.codes import quantize_codes
 
         return quantize_codes(weight, self.bits)

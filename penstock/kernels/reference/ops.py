@@ -2,10 +2,11 @@
 
 The following measures ensure this:
 
-* Torch uses different matrix kernels for few rows and for many rows. The inputs of matrix products are
-  therefore padded with zero rows to a multiple of `kernels.linear.ROW_TILE` = 16 rows.
-* The order of additions of a sum over keys could depend on the chunks of a prefill. Keys are therefore summed
-  in whole blocks, and the sums of the blocks are added from left to right.
+* Torch uses different matrix kernels for few rows and for many rows. Float products of linear layers are
+  therefore padded with zero rows to a multiple of `kernels.linear.ROW_TILE` = 16 rows, and the queries of
+  `attention` to a multiple of 8. Products of integers are exact and need no padding.
+* The order of additions of a sum over keys could depend on the chunks of a prefill. `attention` therefore
+  sums keys in whole blocks, and adds the sums of the blocks from left to right.
 * Some vectorized functions of torch round the last elements of a row differently from the other elements. The
   operations avoid these functions.
 """
@@ -106,7 +107,7 @@ class ReferenceOps(ReferenceRecurrent, ReferenceConvolution, ReferenceRouting, O
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         if weight.dim() == 1:
-            # torch computes each row separately.
+            # torch computes each row of this function separately.
             normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
             return normed.to(x.dtype)
         return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight + bias).to(x.dtype)

@@ -82,12 +82,12 @@ def _mask_unselected_groups(
 
 
 def _sparse_mixer(logits: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
-    unselected, weights, ids = logits, [], []
+    unselected_logits, weights, ids = logits, [], []
     for _ in range(top_k):
-        best_ids = _select_largest(unselected, 1)  # [T, 1]
-        best_logits = unselected.gather(-1, best_ids)
+        best_ids = _select_largest(unselected_logits, 1)  # [T, 1]
+        best_logits = unselected_logits.gather(-1, best_ids)
         is_far = (best_logits - logits) / torch.maximum(logits.abs(), best_logits) > 2 * eps
-        weights.append(unselected.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best_ids))
+        weights.append(unselected_logits.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, best_ids))
         ids.append(best_ids)
-        unselected = unselected.scatter(-1, best_ids, -torch.inf)
+        unselected_logits = unselected_logits.scatter(-1, best_ids, -torch.inf)
     return torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)

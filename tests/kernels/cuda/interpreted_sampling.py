@@ -111,7 +111,7 @@ def test_rows_without_limits_need_no_candidate_lists(ops: CudaOps, monkeypatch: 
         return tensor
 
     monkeypatch.setattr(torch, "empty", record_and_allocate)
-    for inputs in (limited_inputs, replace(limited_inputs, is_limited=False).take(torch.arange(4))):
+    for inputs in (limited_inputs, replace(limited_inputs, has_top_k_or_top_p=False).take(torch.arange(4))):
         assert torch.equal(ops.sample(logits, inputs), REFERENCE.sample(logits, inputs))
     limited_sizes, unlimited_sizes = (
         allocation_sizes[: len(allocation_sizes) // 2],

@@ -1,8 +1,9 @@
 """Programs of linear attention: convolution, gated delta rule, output gate.
 
 The state of a convolution with KERNEL taps has the last HISTORY = KERNEL - 1 inputs of a sequence. ``slots``
-has the state of each sequence, and ``saves`` the pairs that `StateInputs.saves` describes. The constants
-SEQUENCES, TAPS, KEYS and the WIDTH of `apply_gate` are sizes rounded up to a power of two.
+has the index of each sequence's state, and ``saves`` the pairs that `StateInputs.saves` describes. The
+constants SEQUENCES, PADDED_HISTORY, KEY_DIM and the WIDTH of `apply_gate` are sizes rounded up to a power of
+two.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ def _load_input(
     x_row_stride,
     num_channels,
     channels,
-    is_channel,
+    mask,
     HISTORY: tl.constexpr,
 ):
-    """Return the input at ``index`` of a sequence. A negative index reads the state, or 0 in a new sequence.
+    """Return the inputs of ``channels`` at an index of a sequence, or at a column of indices.
 
+    A negative index reads the state, or 0 in a new sequence.
     ``first_row`` is the sequence's first row of ``x``, with index 0.
     """
     indices = index + tl.zeros_like(channels)
-    is_in_step = is_channel & (indices >= 0)
-    is_in_state = is_channel & (indices < -is_new * HISTORY)
+    is_in_step = mask & (indices >= 0)
+    is_in_state = mask & (indices < -is_new * HISTORY)
     new_inputs = tl.load(x + (first_row + indices) * x_row_stride + channels, mask=is_in_step, other=0.0)
     old_inputs = tl.load(
         state_inputs + (slot * HISTORY + HISTORY + indices) * num_channels + channels,
@@ -48,7 +50,7 @@ def convolve(
     out, x, weight, state_inputs, slots, row_offsets, lengths, num_channels, x_row_stride, num_sequences,
     KERNEL: tl.constexpr, WIDTH: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row of a short convolution with SiLU. Grid: rows, tiles of WIDTH channels."""
+    """Compute WIDTH channels of one row of a short convolution with SiLU. Grid: rows, tiles of channels."""
     launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -74,19 +76,19 @@ def convolve(
 @triton.jit
 def keep_inputs(
     state_inputs, x, slots, saves, row_offsets, lengths, num_channels, x_row_stride,
-    HISTORY: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr,
+    HISTORY: tl.constexpr, PADDED_HISTORY: tl.constexpr, WIDTH: tl.constexpr, NUM_SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the last HISTORY inputs of a sequence to its state.
 
-    For each save, write also the last HISTORY inputs up to the saved row to the state of the save. Grid:
-    sequences, tiles of WIDTH channels.
+    For each pair (n, index) of ``saves``, also write the last HISTORY inputs of the sequence after its first
+    n rows of the step to the state at ``index``. Grid: sequences, tiles of WIDTH channels.
     """
     launch_next_and_wait(PDL)
     sequence = tl.program_id(0)
     channels = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
-    taps = tl.arange(0, TAPS).to(tl.int64)[:, None]
-    is_element = (channels < num_channels) & (taps < HISTORY)
+    history_rows = tl.arange(0, PADDED_HISTORY).to(tl.int64)[:, None]
+    is_element = (channels < num_channels) & (history_rows < HISTORY)
     first_row = tl.load(row_offsets + sequence).to(tl.int64)
     num_rows = tl.load(row_offsets + sequence + 1).to(tl.int64) - first_row
     is_new = (tl.load(lengths + sequence) == num_rows).to(tl.int32)
@@ -99,7 +101,7 @@ def keep_inputs(
             state_inputs,
             slot,
             first_row,
-            saved_row_count - HISTORY + taps,
+            saved_row_count - HISTORY + history_rows,
             is_new,
             x_row_stride,
             num_channels,
@@ -107,18 +109,20 @@ def keep_inputs(
             is_element,
             HISTORY,
         )
-        targets = state_inputs + (tl.load(pair + 1) * HISTORY + taps) * num_channels + channels
+        targets = state_inputs + (tl.load(pair + 1) * HISTORY + history_rows) * num_channels + channels
         tl.store(
             targets,
             saved.to(state_inputs.dtype.element_ty),
-            mask=is_element & (taps * 0 + saved_row_count > 0) & (taps * 0 + saved_row_count <= num_rows),
+            mask=is_element
+            & (history_rows * 0 + saved_row_count > 0)
+            & (history_rows * 0 + saved_row_count <= num_rows),
         )
     values = _load_input(
         x,
         state_inputs,
         slot,
         first_row,
-        num_rows - HISTORY + taps,
+        num_rows - HISTORY + history_rows,
         is_new,
         x_row_stride,
         num_channels,
@@ -127,7 +131,7 @@ def keep_inputs(
         HISTORY,
     )
     tl.debug_barrier()  # other threads must have read the old inputs
-    targets = state_inputs + (slot * HISTORY + taps) * num_channels + channels
+    targets = state_inputs + (slot * HISTORY + history_rows) * num_channels + channels
     tl.store(targets, values.to(state_inputs.dtype.element_ty), mask=is_element)
 
 
@@ -135,11 +139,12 @@ def keep_inputs(
 def delta_rule(
     out, qkv, gates, decay, states, slots, saves, row_offsets, lengths, num_heads, num_key_heads, key_dim,
     value_dim, qkv_row_stride, gates_row_stride, scale, eps,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
+    KEY_DIM: tl.constexpr, COLUMNS: tl.constexpr, NUM_SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute VALUES columns of all rows of one value head of one sequence, and update its state.
+    """Compute COLUMNS columns of all rows of one value head of one sequence.
 
-    Grid: sequences, value heads, tiles of VALUES columns.
+    Update these columns of the head's state, and also write them to the states of ``saves``. Grid: sequences,
+    value heads, tiles of COLUMNS columns.
     """
     launch_next_and_wait(PDL)
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -148,20 +153,20 @@ def delta_rule(
         tl.load(row_offsets + sequence + 1).to(tl.int64),
     )
     is_new = tl.load(lengths + sequence) == row_end - first_row
-    keys = tl.arange(0, KEYS)
-    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    is_key, is_column = keys < key_dim, columns < value_dim
+    key_dims = tl.arange(0, KEY_DIM)
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_column = key_dims < key_dim, columns < value_dim
     is_element = is_key[:, None] & is_column[None, :]
     state_index = tl.load(slots + sequence) * num_heads + head
-    state_pointers = states + (state_index * key_dim + keys[:, None]) * value_dim + columns[None, :]
+    state_pointers = states + (state_index * key_dim + key_dims[:, None]) * value_dim + columns[None, :]
     s = tl.load(state_pointers, mask=is_element, other=0.0)
     s = tl.where(is_new, 0.0, s)
     key_head = head // (num_heads // num_key_heads)
     decay_rate, decay_bias = tl.load(decay + head), tl.load(decay + num_heads + head)
     for row in range(first_row, row_end):
         row_pointer = qkv + row * qkv_row_stride
-        q = tl.load(row_pointer + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
-        k = tl.load(row_pointer + (num_key_heads + key_head) * key_dim + keys, mask=is_key, other=0.0).to(
+        q = tl.load(row_pointer + key_head * key_dim + key_dims, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(row_pointer + (num_key_heads + key_head) * key_dim + key_dims, mask=is_key, other=0.0).to(
             tl.float32
         )
         v = tl.load(
@@ -184,8 +189,10 @@ def delta_rule(
         for save in tl.static_range(NUM_SAVES):
             pair = saves + (sequence * NUM_SAVES + save) * 2
             saved_index = tl.load(pair + 1) * num_heads + head
-            saved_pointers = states + (saved_index * key_dim + keys[:, None]) * value_dim + columns[None, :]
-            is_saved = tl.load(pair) + keys * 0 == row + 1 - first_row
+            saved_pointers = (
+                states + (saved_index * key_dim + key_dims[:, None]) * value_dim + columns[None, :]
+            )
+            is_saved = tl.load(pair) + key_dims * 0 == row + 1 - first_row
             tl.store(saved_pointers, s, mask=is_element & is_saved[:, None])
     tl.store(state_pointers, s, mask=is_element)
 
