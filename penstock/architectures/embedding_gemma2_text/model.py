@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.architectures.embedder import remove_model_prefix
-from penstock.architectures.embedding_gemma2_text.network import (
-    EmbeddingGemma2Block,
-    EmbeddingGemma2Network,
-    LayerInput,
-    NormedAttention,
-)
+from penstock.architectures.embedding_gemma2_text.network import EmbeddingGemma2Network, NormedAttention
 from penstock.architectures.encoder import EncoderModel
-from penstock.errors import ConfigError
+from penstock.architectures.gemma4_text.config import LAYER_TYPES, gemma4_layer_types, layer_head_sizes
+from penstock.architectures.gemma4_text.network import Gemma4Block, LayerInput
 from penstock.kernels import Activation
 from penstock.nn import (
     FULL,
@@ -31,7 +27,6 @@ from penstock.nn import (
     RotaryConfig,
     TensorNames,
     activation_named,
-    layer_types,
     load_embedding,
     num_layers,
 )
@@ -39,7 +34,6 @@ from penstock.nn import (
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_LAYER_TYPES = (FULL, SLIDING)
 _DEFAULT_ROPE_THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 _FULL_HEAD_DIM, _FULL_NUM_KV_HEADS = 512, 1
 """Head size and number of kv heads of full-attention layers if there is no ``per_layer_config``."""
@@ -77,45 +71,25 @@ class EmbeddingGemma2TextModel(EncoderModel):
         per_layer_size, layers = config.integer("hidden_size_per_layer_input", 512), num_layers(config)
         scale = float(torch.tensor(hidden**0.5, dtype=load.dtype))
         rotaries = _rotaries(config)
-        types = _layer_types(config)
+        types = gemma4_layer_types(config)
         return EmbeddingGemma2Network(
             load_embedding(load, load.table("embed_tokens", vocab_size, hidden), vocab_size, scale),
             load.linear("ple.per_layer_model_projection", layers * per_layer_size, hidden),
             hidden**-0.5,
             _norm(load, config, "ple.per_layer_projection_norm", per_layer_size),
-            tuple(Rotary(rotaries[layer_type], max_length, load.device) for layer_type in _LAYER_TYPES),
+            tuple(Rotary(rotaries[layer_type], max_length, load.device) for layer_type in LAYER_TYPES),
             tuple(_block(load, config, layer, layer_type) for layer, layer_type in enumerate(types)),
             _norm(load, config, "norm", hidden),
             load.linear("embedding_projection", cls.output_size(huggingface_config), hidden),
         )
 
 
-def _layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
-    """Return the type of each layer. The last layer always has full attention."""
-    default = tuple(FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_layers(config)))
-    return (*layer_types(config, default)[:-1], FULL)
-
-
 def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple[int, int, int]:
-    """Return the number of heads, the number of kv heads and the head size of a layer.
-
-    Raises:
-        ConfigError: the kv heads do not divide the heads.
-        CheckpointError: a value is missing or invalid.
-    """
-    heads = config.integer("num_attention_heads")
-    head_dim, kv_heads = config.integer("head_dim", 256), config.integer("num_key_value_heads", 2)
-    if "per_layer_config" in config:
-        layer_config = config.layer_section(layer)
-        head_dim = layer_config.integer("head_dim", head_dim)
-        kv_heads = layer_config.integer("num_key_value_heads", kv_heads)
-    elif layer_type == FULL:
-        head_dim, kv_heads = _FULL_HEAD_DIM, _FULL_NUM_KV_HEADS
-    if heads % kv_heads:
-        raise ConfigError(
-            "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} heads of layer {layer}"
-        )
-    return heads, kv_heads, head_dim
+    """Return the number of heads, the number of kv heads and the head size of a layer."""
+    kv_heads, head_dim = config.integer("num_key_value_heads", 2), config.integer("head_dim", 256)
+    if "per_layer_config" not in config and layer_type == FULL:
+        kv_heads, head_dim = _FULL_NUM_KV_HEADS, _FULL_HEAD_DIM
+    return layer_head_sizes(config, layer, kv_heads, head_dim)
 
 
 def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
@@ -123,9 +97,9 @@ def _rotaries(config: HuggingFaceConfig) -> Mapping[str, RotaryConfig]:
 
     A layer type that does not occur in the model gets the head size of the last layer.
     """
-    rope_section, types = config.section("rope_parameters"), _layer_types(config)
+    rope_section, types = config.section("rope_parameters"), gemma4_layer_types(config)
     configs = {}
-    for layer_type in _LAYER_TYPES:
+    for layer_type in LAYER_TYPES:
         layer = types.index(layer_type) if layer_type in types else len(types) - 1
         parameters = {
             "rope_theta": _DEFAULT_ROPE_THETAS[layer_type],
@@ -157,12 +131,12 @@ def _attention(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: 
         _norm(load, config, f"{name}.q_norm", dim),
         _norm(load, config, f"{name}.k_norm", dim),
         RMSNorm(unit_weights, config.number("rms_norm_eps", 1e-6)),
-        _LAYER_TYPES.index(layer_type),
+        LAYER_TYPES.index(layer_type),
         config.integer("sliding_window", 512) if layer_type == SLIDING else None,
     )
 
 
-def _block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str) -> EmbeddingGemma2Block:
+def _block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str) -> Gemma4Block:
     name, hidden = f"layers.{layer}", config.integer("hidden_size")
     per_layer_size = config.integer("hidden_size_per_layer_input", 512)
     activation = _activation(config)
@@ -170,11 +144,12 @@ def _block(load: Loader, config: HuggingFaceConfig, layer: int, layer_type: str)
     def norms(before: str, after: str) -> tuple[RMSNorm, RMSNorm]:
         return _norm(load, config, f"{name}.{before}", hidden), _norm(load, config, f"{name}.{after}", hidden)
 
-    return EmbeddingGemma2Block(
+    return Gemma4Block(
         norms("input_layernorm", "post_attention_layernorm"),
         _attention(load, config, layer, layer_type),
         norms("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         GatedMLP.load(load, f"{name}.mlp", hidden, config.integer("intermediate_size"), activation),
+        None,
         LayerInput(
             load.linear(f"{name}.ple_block.per_layer_input_gate", per_layer_size, hidden),
             load.linear(f"{name}.ple_block.per_layer_projection", hidden, per_layer_size),

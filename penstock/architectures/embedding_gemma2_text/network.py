@@ -1,4 +1,4 @@
-"""The network of EmbeddingGemma 2: blocks of Gemma with an additional input from the embeddings."""
+"""The network of EmbeddingGemma 2: blocks of Gemma 4 with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.architectures.gemma4_text.network import Gemma4Block
 from penstock.host.heartbeat import beat
-from penstock.kernels import Activation, StepInputs
-from penstock.nn import Embedding, GatedMLP, Linear, RMSNorm, Rotary, RotaryRows
+from penstock.kernels import StepInputs
+from penstock.nn import Embedding, Linear, RMSNorm, Rotary, RotaryRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +45,6 @@ class NormedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInput:
-    """Computes the additional input of a block: ``norm(project(activation(gate(x)) * layer_embeddings))``.
-
-    P is the size of a per-layer embedding.
-    """
-
-    gate: Linear  # [E] -> [P]
-    project: Linear  # [P] -> [E]
-    norm: RMSNorm
-    activation: Activation
-
-    def __call__(self, x: Tensor, layer_embeddings: Tensor, step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``layer_embeddings [T, P]`` are the block's per-layer embeddings."""
-        gated = step.ops.activation(self.gate(x, step), self.activation)
-        return self.norm(self.project(step.ops.multiply(gated, layer_embeddings), step), step)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingGemma2Block:
-    """Attention, feed-forward layer and per-layer input, each with norms. The block scales its output."""
-
-    attention_norms: tuple[RMSNorm, RMSNorm]
-    attention: NormedAttention
-    mlp_norms: tuple[RMSNorm, RMSNorm]
-    mlp: GatedMLP
-    layer_input: LayerInput
-    output_scale: float
-
-    def __call__(
-        self, x: Tensor, layer_embeddings: Tensor, rows: Sequence[RotaryRows], step: StepInputs
-    ) -> Tensor:
-        """``x [T, E]`` and the block's per-layer embeddings ``[T, P]`` -> ``[T, E]``."""
-        before, after = self.attention_norms
-        attended = after(self.attention(before(x, step), rows, step), step)
-        before, after = self.mlp_norms
-        normalized, x = before.add(attended, x, step)
-        x = step.ops.add(after(self.mlp(normalized, step), step), x)
-        x = step.ops.add(self.layer_input(x, layer_embeddings, step), x)
-        return x if self.output_scale == 1 else step.ops.scale(x, self.output_scale)
-
-
-@dataclass(frozen=True, slots=True)
 class EmbeddingGemma2Network:
     """Token embeddings, their projection to per-layer embeddings, blocks, a norm and an output projection."""
 
@@ -94,7 +53,7 @@ class EmbeddingGemma2Network:
     layer_input_scale: float
     layer_input_norm: RMSNorm  # [P]
     rotaries: tuple[Rotary, ...]
-    blocks: tuple[EmbeddingGemma2Block, ...]
+    blocks: tuple[Gemma4Block, ...]
     norm: RMSNorm
     projection: Linear  # [E] -> [embedding_dim]
     classifier: None = None

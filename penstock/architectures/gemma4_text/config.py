@@ -59,7 +59,7 @@ def layer_configs(config: HuggingFaceConfig) -> tuple[LayerConfig, ...]:
             layer.
         CheckpointError: a value is missing or invalid.
     """
-    types = _layer_types(config)
+    types = gemma4_layer_types(config)
     num_own = len(types) - _num_shared(config, types)
     max_length, window = config.integer("max_position_embeddings"), config.integer("sliding_window", 512)
     effective_window = None if window >= max_length else window
@@ -67,7 +67,7 @@ def layer_configs(config: HuggingFaceConfig) -> tuple[LayerConfig, ...]:
     for layer, layer_type in enumerate(types):
         heads, kv_heads, head_dim = _head_sizes(config, layer, layer_type)
         is_shared = layer >= num_own
-        source = last_index(types[:num_own], layer_type) if is_shared else layer
+        source = _last_index(types[:num_own], layer_type) if is_shared else layer
         layer_config = LayerConfig(
             layer_type,
             heads,
@@ -114,16 +114,36 @@ def rotary_configs(config: HuggingFaceConfig, layers: tuple[LayerConfig, ...]) -
     return tuple(rotaries)
 
 
-def last_index(types: tuple[str, ...], layer_type: str) -> int:
-    """Return the index of the last layer of a type."""
-    return len(types) - 1 - types[::-1].index(layer_type)
-
-
-def _layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
+def gemma4_layer_types(config: HuggingFaceConfig) -> tuple[str, ...]:
     """Return the type of each layer. The last layer always has full attention."""
     period = _SLIDING_LAYERS_PER_FULL + 1
     default = tuple(FULL if (layer + 1) % period == 0 else SLIDING for layer in range(num_layers(config)))
     return (*layer_types(config, default)[:-1], FULL)
+
+
+def layer_head_sizes(
+    config: HuggingFaceConfig, layer: int, default_kv_heads: int, default_head_dim: int
+) -> tuple[int, int, int]:
+    """Return the number of heads, the number of kv heads and the head size of a layer.
+
+    The defaults apply to sizes that ``per_layer_config`` does not contain for the layer.
+
+    Raises:
+        ConfigError: the kv heads do not divide the heads.
+        CheckpointError: a value is missing or invalid.
+    """
+    heads, section = config.integer("num_attention_heads"), config.layer_section(layer)
+    kv_heads = section.integer("num_key_value_heads", default_kv_heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} heads of layer {layer}"
+        )
+    return heads, kv_heads, section.integer("head_dim", default_head_dim)
+
+
+def _last_index(types: tuple[str, ...], layer_type: str) -> int:
+    """Return the index of the last layer of a type."""
+    return len(types) - 1 - types[::-1].index(layer_type)
 
 
 def _num_shared(config: HuggingFaceConfig, types: tuple[str, ...]) -> int:
@@ -144,18 +164,9 @@ def _head_sizes(config: HuggingFaceConfig, layer: int, layer_type: str) -> tuple
     Recent versions of transformers save sizes that differ between layers in ``per_layer_config``. Older
     checkpoints have them in ``global_head_dim`` and ``num_global_key_value_heads``.
     """
-    heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads", 4)
-    head_dim = config.integer("head_dim", 256)
-    if "per_layer_config" in config:
-        section = config.layer_section(layer)
-        kv_heads = section.integer("num_key_value_heads", kv_heads)
-        head_dim = section.integer("head_dim", head_dim)
-    elif layer_type == FULL:
+    kv_heads, head_dim = config.integer("num_key_value_heads", 4), config.integer("head_dim", 256)
+    if "per_layer_config" not in config and layer_type == FULL:
         head_dim = config.integer("global_head_dim", 512)
         if config.flag("attention_k_eq_v"):
             kv_heads = config.integer("num_global_key_value_heads", kv_heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            "num_key_value_heads", f"{kv_heads} kv heads do not divide the {heads} heads of layer {layer}"
-        )
-    return heads, kv_heads, head_dim
+    return layer_head_sizes(config, layer, kv_heads, head_dim)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from penstock.architectures.decoder import kv_dtype
-from penstock.architectures.embedding_gemma2_text.network import LayerInput
 from penstock.architectures.gemma4_text.config import LayerConfig, layer_configs, rotary_configs
 from penstock.architectures.gemma4_text.network import (
     ExpertLayer,
     Gemma4Attention,
     Gemma4Block,
     Gemma4Network,
+    LayerInput,
     PerLayerEmbedding,
 )
 from penstock.architectures.transformer import TransformerModel

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.architectures.embedding_gemma2_text.network import LayerInput
 from penstock.host.heartbeat import beat
-from penstock.kernels import StepInputs
+from penstock.kernels import Activation, StepInputs
 from penstock.nn import (
     Attention,
     Embedding,
@@ -85,11 +84,29 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Computes the additional input of a block: ``norm(project(activation(gate(x)) * layer_embeddings))``.
+
+    P is the size of a per-layer embedding.
+    """
+
+    gate: Linear  # [E] -> [P]
+    project: Linear  # [P] -> [E]
+    norm: Norm
+    activation: Activation
+
+    def __call__(self, x: Tensor, layer_embeddings: Tensor, step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E]``; ``layer_embeddings [T, P]`` are the block's per-layer embeddings."""
+        gated = step.ops.activation(self.gate(x, step), self.activation)
+        return self.norm(self.project(step.ops.multiply(gated, layer_embeddings), step), step)
+
+
+@dataclass(frozen=True, slots=True)
 class Gemma4Block:
     """Attention, feed-forward layer and per-layer input, each with norms. The block scales its output."""
 
     attention_norms: tuple[Norm, Norm]
-    attention: Gemma4Attention
+    attention: Callable[[Tensor, Sequence[RotaryRows], StepInputs], Tensor]
     mlp_norms: tuple[Norm, Norm]
     mlp: GatedMLP
     experts: ExpertLayer | None

@@ -88,7 +88,8 @@ def _read_members(stream: IncrementalText, write: Write, depth: int) -> Reader[N
     """Read ``a:1,b:2}`` after the opening brace of an object, and write its JSON text."""
     separator = ""
     yield from stream.skip_space()
-    while not (yield from stream.accept("}")):
+    is_end = bool((yield from stream.accept("}")))
+    while not is_end:
         if (yield from stream.accept(_QUOTE)):
             key = yield from stream.take_until(_QUOTE_SEARCH, _MAX_NAME_LENGTH)
             yield from stream.skip_space()
@@ -99,11 +100,7 @@ def _read_members(stream: IncrementalText, write: Write, depth: int) -> Reader[N
         write(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         yield from _read_value(stream, write, depth)
         separator = ", "
-        yield from stream.skip_space()
-        if not (yield from stream.accept(",")):
-            yield from stream.expect("}")
-            break
-        yield from stream.skip_space()
+        is_end = yield from _read_separator(stream, "}")
     write("}")
 
 
@@ -111,16 +108,23 @@ def _read_items(stream: IncrementalText, write: Write, depth: int) -> Reader[Non
     """Read ``1,2]`` after the opening bracket of an array, and write its JSON text."""
     separator = ""
     yield from stream.skip_space()
-    while not (yield from stream.accept("]")):
+    is_end = bool((yield from stream.accept("]")))
+    while not is_end:
         write(separator)
         yield from _read_value(stream, write, depth)
         separator = ", "
-        yield from stream.skip_space()
-        if not (yield from stream.accept(",")):
-            yield from stream.expect("]")
-            break
-        yield from stream.skip_space()
+        is_end = yield from _read_separator(stream, "]")
     write("]")
+
+
+def _read_separator(stream: IncrementalText, bracket: str) -> Reader[bool]:
+    """Read a comma, the closing bracket, or both. Return whether the bracket was there."""
+    yield from stream.skip_space()
+    if (yield from stream.accept(",")):
+        yield from stream.skip_space()
+        return bool((yield from stream.accept(bracket)))
+    yield from stream.expect(bracket)
+    return True
 
 
 def _read_value(stream: IncrementalText, write: Write, depth: int) -> Reader[None]:
