@@ -103,7 +103,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
     @classmethod
     def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
         """Return patterns of the names of checkpoint tensors that the network need not read."""
-        return cls.ignored_weights
+        return (*cls.ignored_weights, *cls.tensor_names(huggingface_config).unread)
 
     @classmethod
     def estimate_activation_memory(

@@ -57,7 +57,7 @@ class TensorNames:
     one row per token id. They have the role ``table`` and are divided among ranks like the embedding table.
     """
     unread: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of the names of tensors that the model does not load."""
+    """Patterns (`fnmatch`) of the names of checkpoint tensors that the model does not load."""
     other_tables: tuple[str, ...] = ()
     """Patterns (`fnmatch`) for the ends of the tensor names, including ``.weight``, of matrices that are no
     linear layers, such as learned positions. They have the role ``table``.

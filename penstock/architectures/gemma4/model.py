@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from penstock.architectures.gemma4.media import MAX_TOKENS
 from penstock.architectures.gemma4.vision import Gemma4Vision
-from penstock.architectures.gemma4_text.config import layer_configs
-from penstock.architectures.gemma4_text.model import Gemma4TextModel, load_network, unread_tensors
+from penstock.architectures.gemma4_text.model import Gemma4TextModel, load_network
 from penstock.architectures.vision_language import VisionLanguageModel, VisionLanguageNetwork
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ _PREFIX = re.compile(
 )
 _PLACEHOLDERS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
 """The keys of the token ids of media, and the default ids."""
-
-
-_AUDIO_WEIGHTS = ("audio_tower.*", "embed_audio.*")
+_AUDIO_WEIGHTS = ("*audio_tower.*", "*embed_audio.*")
 
 
 def model_tensor_name(name: str) -> str:
@@ -38,7 +35,6 @@ class Gemma4Model(VisionLanguageModel):
     """Reads the configuration of Gemma 4 with images and builds its network."""
 
     weights_adapter = model_tensor_name
-    ignored_weights = (*VisionLanguageModel.ignored_weights, *_AUDIO_WEIGHTS)
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "gemma4_text": {
             "vocab_size": 262_144,
@@ -65,12 +61,7 @@ class Gemma4Model(VisionLanguageModel):
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
         names = super().tensor_names(huggingface_config)
-        return replace(names, unread=(*names.unread, *(f"*{pattern}" for pattern in _AUDIO_WEIGHTS)))
-
-    @classmethod
-    def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
-        layers = layer_configs(cls.text_config(huggingface_config))
-        return (*super().ignored_tensors(huggingface_config), *unread_tensors(layers))
+        return replace(names, unread=(*names.unread, *_AUDIO_WEIGHTS))
 
     @classmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:

@@ -85,13 +85,8 @@ class Gemma4TextModel(TransformerModel):
             max_length=config.integer("max_position_embeddings"),
             rotaries=rotary_configs(config, layers),
             rotary_indices=tuple(layer.rotary_index for layer in layers),
-            names=replace(_NAMES, unread=unread_tensors(layers)),
+            names=replace(_NAMES, unread=_unread_tensors(layers)),
         )
-
-    @classmethod
-    def ignored_tensors(cls, huggingface_config: HuggingFaceConfig) -> tuple[str, ...]:
-        layers = layer_configs(huggingface_config)
-        return (*super().ignored_tensors(huggingface_config), *unread_tensors(layers))
 
     @classmethod
     def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
@@ -110,19 +105,6 @@ class Gemma4TextModel(TransformerModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Gemma4Network:
         return load_network(load, cls.blueprint(huggingface_config), huggingface_config, max_length)
-
-
-def unread_tensors(layers: Iterable[LayerConfig]) -> tuple[str, ...]:
-    """Return patterns of the tensors of keys and values in layers that read those of an earlier layer.
-
-    Some checkpoints contain these tensors.
-    """
-    return tuple(
-        f"{_NAMES.block_path(index)}.{_NAMES.attention}.{part}.*"
-        for index, layer in enumerate(layers)
-        if layer.is_kv_shared
-        for part in (*_NAMES.qkv[1:], _NAMES.key_norm)
-    )
 
 
 def load_network(
@@ -156,6 +138,19 @@ def load_network(
             soft_cap=blueprint.logit_soft_cap,
         ),
         _embedded_ids(load, blueprint, config, placeholder_ids) if placeholder_ids else None,
+    )
+
+
+def _unread_tensors(layers: Iterable[LayerConfig]) -> tuple[str, ...]:
+    """Return patterns of the tensors of keys and values in layers that read those of an earlier layer.
+
+    Some checkpoints contain these tensors.
+    """
+    return tuple(
+        f"{_NAMES.block_path(index)}.{_NAMES.attention}.{part}.*"
+        for index, layer in enumerate(layers)
+        if layer.is_kv_shared
+        for part in (*_NAMES.qkv[1:], _NAMES.key_norm)
     )
 
 
